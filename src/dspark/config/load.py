@@ -1,0 +1,257 @@
+"""From a YAML file and ``key=value`` overrides to a recipe that may be run.
+
+A run lasts hours, so everything that can be refused from text alone is refused here, in one error
+that names the file, the dotted key and every fault at once.
+
+YAML is read with plain-data rules closer to YAML 1.2 than to PyYAML's YAML 1.1, because the old
+rules change values silently: ``5e-5`` became text, ``on`` a boolean, ``010`` eight and ``1:30``
+ninety. Here ``5e-5`` is a float and the other three stay text, which a typed field then refuses.
+Duplicate keys, aliases and tags beyond plain data are refused: a recipe is read by people.
+
+Overrides go through the same reader, are applied before validation and must name keys that exist.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from pydantic import ValidationError
+
+from dspark.config.architecture import DraftConfig, Frozen
+from dspark.config.faults import item_type, known_keys, nearest, refuse, show
+from dspark.config.recipe import Recipe
+from dspark.errors import ConfigError
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Plain data only: text keys, no duplicates, no aliases, YAML 1.2 numbers and booleans."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's own protocol)
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.get_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.constructor.ConstructorError(None, None, "an alias (*name)", mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                problem = f"the key {key!r}, which is not text"
+            elif key in seen:
+                problem = f"the key {key!r} twice in one mapping"
+            else:
+                seen.add(key)
+                continue
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+for _tag, _pattern, _first in (
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("int", r"^[-+]?(?:0|[1-9][0-9]*)$", "-+0123456789"),
+    (
+        "float",
+        r"^(?:[-+]?(?:[0-9]+\.[0-9]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?"
+        r"|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN))$",
+        "-+.0123456789",
+    ),
+):
+    _PlainLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Plain data of one YAML document.
+
+    Raises:
+        ConfigError: broken YAML; ``where`` gets line and column when the reader knows them.
+    """
+    try:
+        return yaml.load(text, Loader=_PlainLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        place = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    except (RecursionError, ValueError) as error:
+        place, problem = where, str(error)
+    raise ConfigError(
+        expected="plain YAML with each key once and no aliases",
+        found=problem,
+        where=place,
+        fix="Correct the YAML there; quote text that holds ': ', '#', '*' or '{'.",
+    )
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, override and validate a recipe.
+
+    Args:
+        path: a YAML file.
+        overrides: ``dotted.key=value`` texts; the value is YAML (``3e-3``, ``[1, 2]``, ``null``).
+
+    Raises:
+        ConfigError: unreadable file, broken YAML, unknown override or any fault of the schema.
+    """
+    path = Path(path)
+    data = parse_yaml(_read_text(path, "a recipe file"), str(path))
+    if not isinstance(data, dict):
+        raise ConfigError(
+            expected="a mapping of sections (name, output, target, prompts, draft, ...)",
+            found="an empty file" if data is None else f"a {type(data).__name__}",
+            where=str(path),
+            fix="Start from one of the YAML files in recipes/.",
+        )
+    touched = [apply_override(data, text) for text in overrides]
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        refuse(error, data, Recipe, str(path), touched)
+
+
+def load_draft_config(path: str | Path) -> DraftConfig:
+    """Read a draft's ``config.json`` (or the folder that holds one).
+
+    Raises:
+        ConfigError: unreadable file, broken JSON, or sizes that do not make a draft.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        raw = json.loads(
+            _read_text(path, "a draft's config.json"),
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse_constant,
+        )
+        if not isinstance(raw, dict):
+            raise ValueError(f"a {type(raw).__name__} instead of an object")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            expected="one JSON object with each key once",
+            found=str(error),
+            where=str(path),
+            fix="Export the draft again.",
+        ) from error
+    try:
+        return DraftConfig.from_json(raw)
+    except ValidationError as error:
+        refuse(error, raw, DraftConfig, str(path), ())
+    except ValueError as error:
+        key = str(error).split(maxsplit=1)[0]  # from_json names the key first
+        raise ConfigError(
+            expected="a config.json whose fields agree with each other",
+            found=str(error),
+            where=f"{path}: {key}",
+            fix="Export the draft again, or correct the field.",
+        ) from error
+
+
+def recipe_hash(part: Frozen) -> str:
+    """sha256 (hex) of a recipe or one of its sections: equal values give equal hashes.
+
+    Key order, number spelling (``1`` or ``1.0`` in a float field) and defaults written out or left
+    out do not matter, since the validated model is what is hashed.
+    """
+    canonical = json.dumps(
+        part.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False
+    )
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+# --- overrides -----------------------------------------------------------------------------------
+
+
+def apply_override(data: dict[str, Any], text: str) -> str:
+    """Set one ``dotted.key=value`` in ``data`` in place and return the dotted key.
+
+    Sections that the file leaves out are created; list elements must exist already.
+
+    Raises:
+        ConfigError: no ``=``, no value, an unknown key, or an index outside its list.
+    """
+    where = f"override {text!r}"
+    dotted, equals, value_text = text.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or not all(keys):
+        _refuse_override(where, "key.path=value", "no key, or no '='", "Write train.epochs=2.")
+    if not value_text.strip():
+        _refuse_override(where, "a value after '='", "nothing", "Write =null, or ='' for no text.")
+    value = parse_yaml(value_text, where)
+    node: Any = data
+    schema: Any = Recipe
+    for depth, key in enumerate(keys):
+        last = depth == len(keys) - 1
+        at = ".".join(keys[:depth]) or "the recipe"
+        known = known_keys(schema, node)
+        if known:
+            if key not in known:
+                near = nearest(key, known)
+                fix = f"Did you mean {near}?" if near else f"Known keys: {', '.join(known)}."
+                _refuse_override(where, f"a key of {at}", repr(key), fix)
+            if not isinstance(node, dict):
+                found = f"{at} is {show(node)}, not a mapping"
+                _refuse_override(where, "a section", found, f"Set {at} as a whole.")
+            schema = known[key]
+            # A section that the file leaves out starts empty: its defaults fill it later.
+            if not last and key not in node and known_keys(schema, None):
+                node[key] = {}
+            slot: Any = key
+        else:
+            slot = _list_index(node, key, at, where)
+            schema = item_type(schema)
+        if last:
+            node[slot] = value
+        else:
+            node = node[slot] if isinstance(node, list) else node.get(slot)
+    return ".".join(keys)
+
+
+def _list_index(node: Any, key: str, at: str, where: str) -> int:
+    if not isinstance(node, list):
+        state = "the file does not set" if node is None else f"is {show(node)}"
+        found = f"{key!r} inside {at}, which {state}"
+        _refuse_override(where, "a section or a list", found, f"Set {at} as a whole: {at}=...")
+    if not (key.isascii() and key.isdigit() and int(key) < len(node)):
+        found = f"{key!r} for a list of {len(node)}"
+        _refuse_override(where, f"an index of {at}", found, f"Indices are 0 to {len(node) - 1}.")
+    return int(key)
+
+
+def _refuse_override(where: str, expected: str, found: str, fix: str) -> NoReturn:
+    raise ConfigError(expected=expected, found=found, where=where, fix=fix)
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def _read_text(path: Path, what: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        found, fix = "no such file", "Check the path; it is read from the current folder."
+    except UnicodeDecodeError as error:
+        found, fix = f"bytes that are not UTF-8 ({error.reason})", "Save the file as UTF-8."
+    except OSError as error:
+        found, fix = error.strerror or str(error), "Check the path and its permissions."
+    raise ConfigError(expected=what, found=found, where=str(path), fix=fix)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [key for key, _ in pairs]
+        raise ValueError(f"the key {max(names, key=names.count)!r} twice in one object")
+    return result
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name}, which is not JSON")

@@ -1,0 +1,274 @@
+"""Messages to token ids, which of them are trained on, and which id may stand for "not yet known".
+
+Three small decisions that ruin a draft when they differ between training and serving:
+
+- Prompts go through the target's own chat template, with the generation prompt and without any
+  further special tokens: templates write bos themselves, and adding it again shifts everything.
+- The loss mask covers the ids the target really generated, first one to end-of-turn inclusive
+  (contract, section 4). It is counted, never searched for in rendered text.
+- MASK is a reserved id of the target's vocabulary: its embedding row exists and nothing else uses
+  it. pad, bos, eos and unk mean something to engines and are refused.
+
+Nothing here imports transformers: any object with a tokenizer's methods will do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+from jinja2 import TemplateError
+
+from dspark.errors import ConfigError, DataError, TargetError
+
+_SAMPLE = [
+    {"role": "system", "content": "a"},
+    {"role": "user", "content": "b"},
+    {"role": "assistant", "content": "c"},
+    {"role": "user", "content": "d"},
+]
+_ANSWER = "answer7f3a"  # lower case and digits: no template strips or rewrites it
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used here."""
+
+    chat_template: Any
+    bos_token_id: Any
+    eos_token_id: Any
+    pad_token_id: Any
+    unk_token_id: Any
+    added_tokens_decoder: Any
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+        """Render a conversation to text or ids."""
+
+    def encode(self, text: str, **options: Any) -> Any:
+        """Ids of a text."""
+
+    def convert_ids_to_tokens(self, ids: int) -> Any:
+        """Name of one id."""
+
+    def get_vocab(self) -> dict[str, int]:
+        """Every token and its id, added tokens included."""
+
+
+def prompt_ids(tokenizer: Tokenizer, messages: Sequence[dict[str, str]]) -> list[int]:
+    """Ids of a conversation up to where the target starts to answer, 1-D.
+
+    Raises:
+        TargetError: the tokenizer has no chat template.
+        DataError: no messages, or the template refuses them (a role it does not know).
+    """
+    _template_text(tokenizer)
+    if not messages:
+        raise DataError(
+            expected="at least one message",
+            found="none",
+            where="chat template",
+            fix="Give the prompt a user turn.",
+        )
+    ids = _render(tokenizer, messages, tokenize=True, return_dict=False, add_generation_prompt=True)
+    return [int(i) for i in ids]
+
+
+def template_hash(tokenizer: Tokenizer) -> str:
+    """sha256 (hex) of the chat template: answers made under another template are not comparable.
+
+    Raises:
+        TargetError: the tokenizer has no chat template.
+    """
+    return hashlib.sha256(_template_text(tokenizer).encode()).hexdigest()
+
+
+def end_of_turn_ids(
+    tokenizer: Tokenizer, generation_eos: Sequence[int] | None = None
+) -> frozenset[int]:
+    """Ids that end an answer: the tokenizer's eos and those of the target's generation config.
+
+    Where no generation config is known, the special token that the chat template puts after an
+    assistant turn counts too: base tokenizers name another eos than their template writes, and
+    answers would run on to the length limit.
+
+    Raises:
+        TargetError: no such id exists, or one is outside the vocabulary.
+    """
+    found = set(generation_eos or ())
+    if tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    if generation_eos is None:
+        found |= _closing_ids(tokenizer)
+    known = set(tokenizer.get_vocab().values())
+    strange = sorted(found - known)
+    if strange or not found:
+        raise TargetError(
+            expected="end-of-turn ids that are tokens of the target",
+            found=f"ids {strange} without a token" if strange else "none at all",
+            where="tokenizer and generation config",
+            fix="Set eos_token in tokenizer_config.json and eos_token_id in "
+            "generation_config.json to the token that ends an answer.",
+        )
+    return frozenset(found)
+
+
+def loss_mask(
+    prompt_length: int,
+    total_length: int,
+    ids: Sequence[int] | None = None,
+    end_ids: Collection[int] = (),
+) -> list[int]:
+    """1 on generated tokens, 0 on the prompt and on anything after the end of the turn.
+
+    Args:
+        prompt_length: number of prompt ids, which come first.
+        total_length: prompt and answer together; also the length of the result.
+        ids: the whole sequence. When given, what follows the first generated id of ``end_ids``
+            (padding, the template's line break) is 0; when not, everything generated counts.
+        end_ids: see :func:`end_of_turn_ids`.
+
+    Raises:
+        DataError: no prompt, no generated token, or ``ids`` of another length.
+    """
+    if not 0 < prompt_length < total_length:
+        raise DataError(
+            expected="a prompt followed by at least one generated token",
+            found=f"{prompt_length} prompt tokens of {total_length} in total",
+            where="loss mask",
+            fix="Drop this answer: there is nothing to learn from it.",
+        )
+    stop = total_length
+    if ids is not None:
+        if len(ids) != total_length:
+            raise DataError(
+                expected=f"{total_length} ids",
+                found=f"{len(ids)}",
+                where="loss mask",
+                fix="Pass prompt and answer ids together.",
+            )
+        generated = range(prompt_length, total_length)
+        stop = next((i + 1 for i in generated if ids[i] in end_ids), total_length)
+    return [int(prompt_length <= i < stop) for i in range(total_length)]
+
+
+def usable_mask_ids(
+    tokenizer: Tokenizer, vocab_size: int, end_ids: Collection[int] = ()
+) -> dict[int, str]:
+    """Ids that may be MASK, with their names: reserved special tokens, then rows without a token.
+
+    Not among them: pad, bos, eos, unk, ``end_ids``, and whatever the chat template writes.
+    """
+    taken = set(_named_ids(tokenizer)) | set(end_ids)
+    template = ""
+    if tokenizer.chat_template:
+        template = _template_text(tokenizer)
+        taken |= _template_ids(tokenizer)
+    usable = {
+        int(i): str(token)
+        for i, token in sorted(tokenizer.added_tokens_decoder.items())
+        if token.special and i < vocab_size and i not in taken and str(token) not in template
+    }
+    named = set(tokenizer.get_vocab().values()) | set(tokenizer.added_tokens_decoder)
+    usable |= {i: "(no token)" for i in range(vocab_size) if i not in named and i not in taken}
+    return usable
+
+
+def check_mask_token(
+    tokenizer: Tokenizer, mask_token_id: int, vocab_size: int, end_ids: Collection[int] = ()
+) -> None:
+    """Refuse a MASK that engines or the target's own text could also produce.
+
+    Args:
+        vocab_size: rows of the target's embedding, at least the tokenizer's size.
+        end_ids: see :func:`end_of_turn_ids`; refused like eos.
+
+    Raises:
+        ConfigError: at ``draft.mask_token_id``; lists ids that can be used.
+    """
+    usable = usable_mask_ids(tokenizer, vocab_size, end_ids)
+    if mask_token_id in usable:
+        return
+    names = _named_ids(tokenizer)
+    if not 0 <= mask_token_id < vocab_size:
+        found = f"{mask_token_id}, outside the vocabulary of {vocab_size}"
+    else:
+        token = f"{mask_token_id} ({tokenizer.convert_ids_to_tokens(mask_token_id)!r})"
+        added = tokenizer.added_tokens_decoder.get(mask_token_id)
+        if mask_token_id in names:
+            found = f"{token}, the target's {' and '.join(names[mask_token_id])}"
+        elif mask_token_id in end_ids:
+            found = f"{token}, which ends an answer"
+        elif added is None or not added.special:
+            found = f"{token}, an ordinary token"
+        else:
+            found = f"{token}, which the chat template writes"
+    listed = ", ".join(f"{i} {name}" for i, name in list(usable.items())[:16])
+    raise ConfigError(
+        expected="a reserved id of the target's vocabulary",
+        found=found,
+        where="draft.mask_token_id",
+        fix=f"Use one of: {listed}."
+        if usable
+        else "This vocabulary reserves no id: choose "
+        "a target whose tokenizer has an unused special token.",
+    )
+
+
+def _template_text(tokenizer: Tokenizer) -> str:
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        # Several named templates: all of them, so that the hash changes when any of them does.
+        template = json.dumps(template, sort_keys=True, ensure_ascii=False)
+    if not template:
+        raise TargetError(
+            expected="a tokenizer with a chat template",
+            found="none",
+            where="target tokenizer",
+            fix="Use the instruction-tuned version of the target, or put its chat_template.jinja "
+            "beside tokenizer_config.json.",
+        )
+    return str(template)
+
+
+def _render(tokenizer: Tokenizer, messages: Sequence[dict[str, str]], **options: Any) -> Any:
+    try:
+        return tokenizer.apply_chat_template(list(messages), **options)
+    except TemplateError as error:
+        raise DataError(
+            expected=f"roles that the target's chat template accepts: {error}",
+            found=" ".join(message["role"] for message in messages),
+            where="chat template",
+            fix="Remove system turns or reorder the turns of this prompt.",
+        ) from error
+
+
+def _named_ids(tokenizer: Tokenizer) -> dict[int, list[str]]:
+    names: dict[int, list[str]] = {}
+    for name in ("bos", "eos", "pad", "unk"):
+        token_id = getattr(tokenizer, f"{name}_token_id")
+        if token_id is not None:
+            names.setdefault(int(token_id), []).append(name)
+    return names
+
+
+def _template_ids(tokenizer: Tokenizer) -> set[int]:
+    """Ids in a rendered conversation, with the system turn where the template knows one."""
+    for sample in (_SAMPLE, _SAMPLE[1:]):
+        try:
+            return set(prompt_ids(tokenizer, sample))
+        except DataError:
+            continue
+    return set()
+
+
+def _closing_ids(tokenizer: Tokenizer) -> set[int]:
+    """The special token the template writes straight after an assistant turn, if any."""
+    if not tokenizer.chat_template:
+        return set()
+    turns = [{"role": "user", "content": "b"}, {"role": "assistant", "content": _ANSWER}]
+    text = str(_render(tokenizer, turns, tokenize=False))
+    tail = text.rpartition(_ANSWER)[2].lstrip()
+    first = tokenizer.encode(tail, add_special_tokens=False)[:1] if tail else []
+    added = tokenizer.added_tokens_decoder
+    return {int(i) for i in first if i in added and added[i].special}

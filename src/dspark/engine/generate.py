@@ -1,0 +1,158 @@
+"""Batched plain generation: the target answers prompts, several at a time, without a draft.
+
+Used to regenerate answers on-policy. A slot that finishes is refilled as soon as an eighth of the
+batch is free, so prefill stays batched and decode stays wide. Each request draws from its own
+uniforms, made from its seed: the text does not depend on which requests shared its batch (up to
+rounding of the matrix products, which do depend on the batch's shape).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dspark.decoding.sampling import SamplingParams, sample, target_probabilities
+from dspark.model.cache import RowCache, Span
+from dspark.model.target import Target
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """Prompt ids and how to answer them."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """Generated ids, the end-of-turn token included when ``finish_reason`` is ``stop``."""
+
+    id: str
+    ids: tuple[int, ...]
+    finish_reason: FinishReason
+
+
+@dataclass
+class _Slot:
+    request: GenerationRequest
+    uniforms: Tensor
+    ids: list[int] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        """Where the newest token (not yet in the cache) will be written."""
+        return len(self.request.prompt_ids) + len(self.ids) - 1
+
+
+class BatchGenerator:
+    """Answers a list of requests; see the module docstring. ``end_ids`` finish an answer."""
+
+    def __init__(
+        self, target: Target, end_ids: frozenset[int], batch_size: int, capacity: int
+    ) -> None:
+        self.target = target
+        self.end_ids = end_ids
+        self.batch_size = batch_size
+        self.capacity = capacity
+
+    @torch.inference_mode()
+    def run(
+        self,
+        requests: Sequence[GenerationRequest],
+        on_result: Callable[[GenerationResult], None],
+        on_tokens: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Answer all requests, calling ``on_result`` as each finishes (in completion order)."""
+        queue = deque(sorted(requests, key=lambda r: len(r.prompt_ids)))
+        batch = min(self.batch_size, len(queue))
+        cache: RowCache = self.target.new_cache(batch, self.capacity)
+        slots: list[_Slot | None] = [None] * batch
+        while True:
+            free = [i for i, s in enumerate(slots) if s is None]
+            if queue and len(free) * 8 >= len(slots):
+                self._admit(free, queue, slots, cache)
+                self._retire(slots, on_result)
+                on_tokens(len(free))
+                continue
+            live = [i for i, s in enumerate(slots) if s is not None]
+            if not live:
+                return
+            if not queue and len(live) * 4 <= len(slots) * 3:
+                cache.keep(torch.tensor(live, device=self.target.device))
+                slots = [slots[i] for i in live]
+            self._decode(slots, cache)
+            on_tokens(len(live))
+            self._retire(slots, on_result)
+
+    def _admit(
+        self,
+        free: list[int],
+        queue: deque[GenerationRequest],
+        slots: list[_Slot | None],
+        cache: RowCache,
+    ) -> None:
+        """Prefill as many queued prompts as there are free slots, in one padded batch."""
+        taken = [queue.popleft() for _ in range(min(len(free), len(queue)))]
+        longest = max(len(r.prompt_ids) for r in taken)
+        ids = torch.zeros(len(taken), longest, dtype=torch.long)
+        for row, request in enumerate(taken):
+            ids[row, : len(request.prompt_ids)] = torch.tensor(request.prompt_ids)
+        ids = ids.to(self.target.device)
+        fresh = self.target.new_cache(len(taken), longest)
+        out = self.target.forward(ids, Span.at(0, longest, len(taken), ids.device), fresh)
+        where = torch.tensor(free[: len(taken)], device=ids.device)
+        # Rows beyond a prompt's own length are padding; decoding overwrites them before any query
+        # can see them, because a query at position n only attends to keys 0..n.
+        cache.adopt(where, fresh, longest)
+        last = torch.tensor([len(r.prompt_ids) - 1 for r in taken], device=ids.device)
+        final = out.final[torch.arange(len(taken), device=ids.device), last]
+        admitted: list[_Slot | None] = [_new_slot(r) for r in taken]
+        self._choose(admitted, final)
+        for slot, index in zip(admitted, free, strict=False):
+            slots[index] = slot
+
+    def _decode(self, slots: list[_Slot | None], cache: RowCache) -> None:
+        device = self.target.device
+        tokens = torch.tensor([[s.ids[-1] if s else 0] for s in slots], device=device)
+        starts = torch.tensor([s.position if s else 0 for s in slots], device=device)
+        out = self.target.forward(tokens, Span.ragged(starts, 1), cache)
+        self._choose(slots, out.final[:, 0])
+
+    def _choose(self, slots: list[_Slot | None], final: Tensor) -> None:
+        """Draw the next token of every live slot from final states [B, H]."""
+        logits = self.target.logits(final).float()
+        chosen = logits.argmax(-1).tolist()
+        for row, slot in enumerate(slots):
+            if slot is None:
+                continue
+            if slot.request.params.temperature > 0:
+                probs = target_probabilities(logits[row], slot.request.params)
+                chosen[row] = int(sample(probs, slot.uniforms[len(slot.ids)]))
+            slot.ids.append(chosen[row])
+
+    def _retire(
+        self, slots: list[_Slot | None], on_result: Callable[[GenerationResult], None]
+    ) -> None:
+        for index, slot in enumerate(slots):
+            if slot is None:
+                continue
+            stopped = slot.ids[-1] in self.end_ids
+            if stopped or len(slot.ids) >= slot.request.params.max_new_tokens:
+                reason: FinishReason = "stop" if stopped else "length"
+                on_result(GenerationResult(slot.request.id, tuple(slot.ids), reason))
+                slots[index] = None
+
+
+def _new_slot(request: GenerationRequest) -> _Slot:
+    generator = torch.Generator().manual_seed(request.params.seed)
+    count = request.params.max_new_tokens
+    return _Slot(request, torch.rand(count, generator=generator, dtype=torch.float64))

@@ -1,0 +1,106 @@
+"""Contiguous rows of a small batch: what the batch-1 decoder and the answer generator stand on.
+
+A *span* is the stretch of new tokens of one forward: where each batch slot starts and how far
+attention may look. It is computed once per forward and shared by all layers. Rolling back rejected
+tokens is free: the caller starts the next span earlier and the rows are overwritten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dspark.errors import DecodingError
+
+
+@dataclass(frozen=True)
+class Span:
+    """New tokens [B, T] of one forward, at ``positions``; row ``t`` may see keys 0..position."""
+
+    positions: Tensor
+    start: int | None
+    reach: int
+    mask: Tensor | None
+    causal: bool
+
+    @staticmethod
+    def alone(batch: int, length: int, device: torch.device) -> Span:
+        """A whole sequence without a cache: plain causal attention."""
+        positions = torch.arange(length, device=device).expand(batch, -1)
+        return Span(positions, 0, length, None, causal=length > 1)
+
+    @staticmethod
+    def at(start: int, length: int, batch: int, device: torch.device) -> Span:
+        """Every slot continues at the same position ``start``."""
+        positions = torch.arange(start, start + length, device=device).expand(batch, -1)
+        reach = start + length
+        if length == 1 or start == 0:
+            return Span(positions, start, reach, None, causal=length > 1)
+        keys = torch.arange(reach, device=device)
+        mask = keys <= positions[0].unsqueeze(-1)
+        return Span(positions, start, reach, mask, causal=False)
+
+    @staticmethod
+    def ragged(starts: Tensor, length: int) -> Span:
+        """Batch slot i continues at ``starts[i]``; every slot adds ``length`` tokens."""
+        positions = starts.unsqueeze(-1) + torch.arange(length, device=starts.device)
+        reach = int(starts.max()) + length
+        keys = torch.arange(reach, device=starts.device)
+        mask = (keys <= positions.unsqueeze(-1)).unsqueeze(1)
+        return Span(positions, None, reach, mask, causal=False)
+
+
+class RowCache:
+    """Rows of every layer: ``parts`` tensors [B, heads, capacity, width] per layer.
+
+    GQA targets hold two parts (keys, values); MLA targets one part with a single head (latent).
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        capacity: int,
+        parts: tuple[tuple[int, int], ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.capacity = capacity
+        self.batch = batch
+        self.layers = [
+            [torch.zeros(batch, heads, capacity, width, dtype=dtype, device=device)
+             for heads, width in parts]
+            for _ in range(layers)
+        ]  # fmt: skip
+
+    def append(self, layer: int, span: Span, *new: Tensor) -> list[Tensor]:
+        """Write new rows [B, heads, T, width]; return all rows up to ``span.reach``."""
+        if span.reach > self.capacity:
+            raise DecodingError(
+                expected=f"at most {self.capacity} cached tokens",
+                found=f"a forward that reaches token {span.reach}",
+                where="row cache",
+                fix="Raise the capacity or clamp the request's length.",
+            )
+        out = []
+        for rows, fresh in zip(self.layers[layer], new, strict=True):
+            if span.start is not None:
+                rows[:, :, span.start : span.reach] = fresh
+            else:
+                slots = torch.arange(self.batch, device=rows.device).unsqueeze(-1)
+                rows[slots, :, span.positions] = fresh.transpose(1, 2)
+            out.append(rows[:, :, : span.reach])
+        return out
+
+    def adopt(self, slots: Tensor, other: RowCache, length: int) -> None:
+        """Copy the first ``length`` rows of ``other`` (one batch row per slot) into ``slots``."""
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            for rows, fresh in zip(mine, theirs, strict=True):
+                rows[slots, :, :length] = fresh[:, :, :length]
+
+    def keep(self, slots: Tensor) -> None:
+        """Shrink the batch to ``slots``, in that order."""
+        self.batch = len(slots)
+        self.layers = [[rows[slots] for rows in parts] for parts in self.layers]

@@ -1,0 +1,128 @@
+"""Multi-head latent attention (DeepSeek-V2), used by the draft AND by MLA targets.
+
+What is cached per layer and token is one latent row ``[kv_lora_rank | rope part]``, already
+normalised and rotated: 512 + 64 = 576 elements for Kimi-K3, the same for target and draft, which
+is why the draft's layers are just more layers of the target's cache.
+
+Two forms of the same attention. *Plain*: rows are expanded to per-head keys and values, cheapest
+when there are many queries (training, prefill). *Absorbed*: the key expansion moves into the query
+and the value expansion behind the softmax, so rows are read as they lie (a block of 7 queries over
+a long context). Their equality is a permanent test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dspark.config.architecture import RopeParameters
+from dspark.model.layers import RMSNorm, Rope, rotate
+
+
+@dataclass(frozen=True)
+class LatentDims:
+    """Sizes of one latent attention; ``q_lora`` None means a full-rank query projection."""
+
+    hidden: int
+    heads: int
+    q_lora: int | None
+    kv_lora: int
+    nope: int
+    rope: int
+    v: int
+    eps: float
+
+    @property
+    def row(self) -> int:
+        return self.kv_lora + self.rope
+
+
+class LatentAttention(nn.Module):
+    """Names follow DeepSeek-V3 checkpoints: q_a_proj ... kv_b_proj, o_proj."""
+
+    def __init__(self, dims: LatentDims, rope: RopeParameters, *, bias: bool = False) -> None:
+        super().__init__()
+        d = self.dims = dims
+        self.rope = Rope(d.rope, rope)
+        self.scale = (d.nope + d.rope) ** -0.5 * self.rope.softmax_factor
+        query_width = d.heads * (d.nope + d.rope)
+        if d.q_lora is None:
+            self.q_proj = nn.Linear(d.hidden, query_width, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(d.hidden, d.q_lora, bias=bias)
+            self.q_a_layernorm = RMSNorm(d.q_lora, d.eps)
+            self.q_b_proj = nn.Linear(d.q_lora, query_width, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(d.hidden, d.row, bias=bias)
+        self.kv_a_layernorm = RMSNorm(d.kv_lora, d.eps)
+        self.kv_b_proj = nn.Linear(d.kv_lora, d.heads * (d.nope + d.v), bias=False)
+        self.o_proj = nn.Linear(d.heads * d.v, d.hidden, bias=bias)
+        self._expansion: Tensor | None = None
+
+    def rows(self, x: Tensor, rotation: Tensor) -> Tensor:
+        """Latent rows of x [B, T, hidden] at ``rotation`` [B, T, rope/2] -> [B, T, row]."""
+        latent, roped = self.kv_a_proj_with_mqa(x).split([self.dims.kv_lora, self.dims.rope], -1)
+        roped = rotate(roped.unsqueeze(-2), rotation).squeeze(-2)
+        return torch.cat([self.kv_a_layernorm(latent), roped], dim=-1)
+
+    def queries(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+        """(nope part, rotated rope part) of the queries: [B, heads, T, nope], [B, heads, T, rope]."""
+        d = self.dims
+        if d.q_lora is None:
+            flat = self.q_proj(x)
+        else:
+            flat = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q = flat.unflatten(-1, (d.heads, d.nope + d.rope))
+        nope, roped = q.split([d.nope, d.rope], -1)
+        return nope.transpose(1, 2), rotate(roped, rotation).transpose(1, 2)
+
+    def forward(
+        self, x: Tensor, rotation: Tensor, rows: Tensor, mask: Tensor | None, *, causal: bool = False
+    ) -> Tensor:
+        """Plain attention of x [B, T, hidden] over latent ``rows`` [B, N, row].
+
+        ``mask`` is boolean, broadcastable to [B, 1, T, N], True = may attend. A query row that may
+        attend to nothing gives zeros (never NaN) because padding blocks reach here in training.
+        """
+        d = self.dims
+        nope, roped = self.queries(x, rotation)
+        latent, shared = rows.split([d.kv_lora, d.rope], -1)
+        expanded = self.kv_b_proj(latent).unflatten(-1, (d.heads, d.nope + d.v)).transpose(1, 2)
+        key_nope, value = expanded.split([d.nope, d.v], -1)
+        key_rope = shared.unsqueeze(1).expand(-1, d.heads, -1, -1)
+        out = F.scaled_dot_product_attention(
+            torch.cat([nope, roped], -1),
+            torch.cat([key_nope, key_rope.to(key_nope.dtype)], -1),
+            value,
+            attn_mask=mask,
+            is_causal=causal,
+            scale=self.scale,
+        )
+        mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(-2))
+        return mixed
+
+    def absorb(self) -> None:
+        """Keep a plain copy of kv_b_proj for :meth:`absorbed`; call before packing linears."""
+        d = self.dims
+        weight = self.kv_b_proj.weight.detach().view(d.heads, d.nope + d.v, d.kv_lora)
+        self._expansion = weight.clone()
+
+    def absorbed(self, x: Tensor, rotation: Tensor, rows: Tensor, mask: Tensor | None) -> Tensor:
+        """Same result as :meth:`forward`, reading rows unexpanded. Inference only."""
+        d = self.dims
+        if self._expansion is None:
+            self.absorb()
+        assert self._expansion is not None
+        up_key, up_value = self._expansion.split([d.nope, d.v], dim=1)
+        nope, roped = self.queries(x, rotation)
+        query = torch.cat([torch.matmul(nope, up_key), roped], -1)
+        scores = torch.matmul(query, rows.unsqueeze(1).transpose(-1, -2)) * self.scale
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        weights = torch.softmax(scores.float(), dim=-1).to(rows.dtype)
+        latent = torch.matmul(weights, rows[..., : d.kv_lora].unsqueeze(1))
+        out = torch.matmul(latent, up_value.transpose(-1, -2))
+        mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(-2))
+        return mixed

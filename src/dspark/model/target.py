@@ -1,0 +1,191 @@
+"""The target: a config-driven decoder that returns the states a draft is fed with.
+
+``Target`` is the interface every stage uses; ``DecoderTarget`` is our own decoder (GQA or MLA) and
+``dspark.model.hf_target`` adapts any other Hugging Face causal LM to it. One forward returns the
+last hidden state AFTER the final norm and the residual streams after the tapped layers, so capture
+and decoding read the very same tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dspark.config.target import TargetConfig
+from dspark.model.cache import RowCache, Span
+from dspark.model.gqa import GroupedAttention
+from dspark.model.layers import RMSNorm, Rope, pack_linears
+from dspark.model.mla import LatentAttention, LatentDims
+
+
+def hf_hidden_state_index(layer_id: int) -> int:
+    """The one conversion of a tapped layer id to Hugging Face's ``hidden_states`` index.
+
+    Id i means the residual stream AFTER decoder layer i, and ``hidden_states[0]`` is the embedding
+    (contract, section 2). Engines that count the same way (vLLM's internal aux layers) use it too.
+    """
+    return layer_id + 1
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """``final`` [B, T, H] after the final norm; ``taps`` [B, T, L, H] in ascending layer order."""
+
+    final: Tensor
+    taps: Tensor
+
+
+class Target(Protocol):
+    """What stages need from a target. ``cache`` objects are opaque to callers."""
+
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    max_context: int
+    layer_ids: tuple[int, ...]
+    device: torch.device
+    dtype: torch.dtype
+
+    def new_cache(self, batch: int, capacity: int) -> Any: ...
+
+    def forward(self, ids: Tensor, span: Span, cache: Any | None) -> TargetOutput: ...
+
+    def logits(self, final: Tensor) -> Tensor:
+        """lm_head of final-normed states [..., H] -> [..., V], in the states' dtype."""
+        ...
+
+    def embedding_weight(self) -> Tensor: ...
+
+    def head_weight(self) -> Tensor: ...
+
+    def norm(self, h: Tensor) -> Tensor:
+        """The final norm, for states captured before it."""
+        ...
+
+
+class FusedMLP(nn.Module):
+    """SwiGLU with gate and up joined in one product."""
+
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(hidden, 2 * intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        out: Tensor = self.down_proj(F.silu(gate) * up)
+        return out
+
+
+class LatentTargetAttention(nn.Module):
+    """Causal MLA of a target layer: its cache part is the latent row itself."""
+
+    def __init__(self, config: TargetConfig, layer: int) -> None:
+        super().__init__()
+        sizes = (config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim,
+                 config.v_head_dim)  # fmt: skip
+        kv_lora, nope, rope, v = (int(s or 0) for s in sizes)
+        self.layer = layer
+        self.core = LatentAttention(
+            LatentDims(config.hidden_size, config.num_attention_heads, config.q_lora_rank, kv_lora,
+                       nope, rope, v, config.rms_norm_eps),
+            config.rope_parameters, bias=config.attention_bias,
+        )  # fmt: skip
+
+    def forward(self, x: Tensor, rotation: Tensor, span: Span, cache: RowCache | None) -> Tensor:
+        rows = self.core.rows(x, rotation)
+        if cache is not None:
+            rows = cache.append(self.layer, span, rows.unsqueeze(1))[0].squeeze(1)
+        out: Tensor = self.core(x, rotation, rows, span.mask, causal=span.causal)
+        return out
+
+
+class TargetLayer(nn.Module):
+    """Pre-norm decoder layer."""
+
+    def __init__(self, config: TargetConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        kind = GroupedAttention if config.attention == "gqa" else LatentTargetAttention
+        self.self_attn: nn.Module = kind(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = FusedMLP(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: Tensor, rotation: Tensor, span: Span, cache: RowCache | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotation, span, cache)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class DecoderTarget(nn.Module):
+    """Our decoder for GQA and MLA targets; implements :class:`Target`."""
+
+    def __init__(self, config: TargetConfig, layer_ids: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_ids = layer_ids
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(TargetLayer(config, i) for i in range(config.num_hidden_layers))
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        rope_dim = config.head_dim if config.attention == "gqa" else config.qk_rope_head_dim
+        self.rope = Rope(int(rope_dim or 0), config.rope_parameters)
+        self.hidden_size = config.hidden_size
+        self.num_layers = config.num_hidden_layers
+        self.vocab_size = config.vocab_size
+        self.max_context = config.max_position_embeddings
+        self._head: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    def pack(self, dtype: torch.dtype | None = None) -> int:
+        """Prepack linears for CPU inference in ``dtype`` (default: the target's own).
+
+        The raw head stays available to the trainer. Returns how many linears were packed.
+        """
+        self._head = self.lm_head.weight.detach()
+        return pack_linears(self, dtype or self.dtype)
+
+    def new_cache(self, batch: int, capacity: int) -> RowCache:
+        c = self.config
+        if c.attention == "gqa":
+            parts = ((c.num_key_value_heads, c.head_dim),) * 2
+        else:
+            parts = ((1, int(c.kv_lora_rank or 0) + int(c.qk_rope_head_dim or 0)),)
+        return RowCache(c.num_hidden_layers, batch, capacity, parts, self.dtype, self.device)
+
+    def forward(self, ids: Tensor, span: Span, cache: RowCache | None = None) -> TargetOutput:
+        """ids [B, T] -> final states and taps; rows are written to ``cache`` when given."""
+        x: Tensor = self.embed_tokens(ids)
+        rotation = self.rope.at(span.positions)
+        taps = []
+        for i, layer in enumerate(self.layers):
+            x = layer(x, rotation, span, cache)
+            if i in self.layer_ids:
+                taps.append(x)
+        stacked = torch.stack(taps, -2) if taps else x.new_zeros(*x.shape[:-1], 0, x.shape[-1])
+        return TargetOutput(self.final_norm(x), stacked)
+
+    def logits(self, final: Tensor) -> Tensor:
+        out: Tensor = self.lm_head(final)
+        return out
+
+    def norm(self, h: Tensor) -> Tensor:
+        out: Tensor = self.final_norm(h)
+        return out
+
+    def embedding_weight(self) -> Tensor:
+        return self.embed_tokens.weight.detach()
+
+    def head_weight(self) -> Tensor:
+        return self.lm_head.weight.detach() if self._head is None else self._head

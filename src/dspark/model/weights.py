@@ -1,0 +1,114 @@
+"""The only place that knows checkpoint keys: Hugging Face target names to our modules.
+
+Llama-family checkpoints use the half-split rotary layout; ours is interleaved. Rows of q and k (and
+of Qwen3's per-head norms) are permuted once here, which leaves every dot product unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dspark.config.target import TargetConfig
+from dspark.errors import TargetError
+
+
+def _interleave(weight: Tensor, head_dim: int) -> Tensor:
+    """Reorder each head's rows (0..d/2-1, d/2..d-1) to pairs (0, d/2, 1, d/2+1, ...)."""
+    half = torch.arange(head_dim // 2)
+    order = torch.stack([half, half + head_dim // 2], dim=1).flatten()
+    return weight.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1)
+
+
+class _Taken:
+    """A source state dict that remembers which names were used, so leftovers can be refused."""
+
+    def __init__(self, source: Mapping[str, Tensor]) -> None:
+        self.source = source
+        self.used: set[str] = set()
+
+    def __call__(self, name: str) -> Tensor:
+        if name not in self.source:
+            raise TargetError(
+                expected=f"a weight named {name}",
+                found=f"{len(self.source)} tensors without it",
+                where="target checkpoint",
+                fix="Check that config.json and weights belong together.",
+            )
+        self.used.add(name)
+        return self.source[name]
+
+
+def target_state(config: TargetConfig, source: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Translate a Hugging Face causal-LM state dict to :class:`DecoderTarget` names.
+
+    Raises:
+        TargetError: a weight is missing, or one is left over that our decoder would ignore.
+    """
+    take = _Taken(source)
+    embedding = take("model.embed_tokens.weight")
+    out = {"embed_tokens.weight": embedding, "final_norm.weight": take("model.norm.weight")}
+    tied = config.tie_word_embeddings or "lm_head.weight" not in source
+    out["lm_head.weight"] = embedding if tied else take("lm_head.weight")
+    for i in range(config.num_hidden_layers):
+        hf, ours = f"model.layers.{i}.", f"layers.{i}."
+        for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+            out[ours + norm] = take(hf + norm)
+        gate, up = take(hf + "mlp.gate_proj.weight"), take(hf + "mlp.up_proj.weight")
+        out[ours + "mlp.gate_up_proj.weight"] = torch.cat([gate, up])
+        out[ours + "mlp.down_proj.weight"] = take(hf + "mlp.down_proj.weight")
+        attention = _gqa if config.attention == "gqa" else _mla
+        for name, tensor in attention(config, take, hf + "self_attn.").items():
+            out[ours + "self_attn." + name] = tensor
+    ignorable = {"lm_head.weight"} if tied else set()
+    left = {n for n in source if n not in take.used and "rotary_emb" not in n} - ignorable
+    if left:
+        raise TargetError(
+            expected="only weights our decoder knows",
+            found=f"{len(left)} more, for instance {sorted(left)[0]}",
+            where="target checkpoint",
+            fix="This target needs the transformers adapter: set target.decoder=transformers.",
+        )
+    return out
+
+
+def _gqa(config: TargetConfig, take: _Taken, at: str) -> dict[str, Tensor]:
+    d = config.head_dim
+    out = {"o_proj.weight": take(at + "o_proj.weight")}
+    for kind in ("weight", "bias") if config.attention_bias else ("weight",):
+        parts = [take(f"{at}{p}_proj.{kind}") for p in "qkv"]
+        out[f"qkv_proj.{kind}"] = torch.cat(
+            [_interleave(parts[0], d), _interleave(parts[1], d), parts[2]]
+        )
+    if config.qk_norm:
+        for p in "qk":
+            out[f"{p}_norm.weight"] = _interleave(take(f"{at}{p}_norm.weight"), d)
+    return out
+
+
+def _mla(config: TargetConfig, take: _Taken, at: str) -> dict[str, Tensor]:
+    """DeepSeek-V3 names are ours; half-split rope parts (``rope_interleave`` false) are permuted."""
+    names = ["kv_a_proj_with_mqa.weight", "kv_a_layernorm.weight", "kv_b_proj.weight",
+             "o_proj.weight"]  # fmt: skip
+    if config.q_lora_rank is None:
+        query = "q_proj.weight"
+        names.append(query)
+    else:
+        query = "q_b_proj.weight"
+        names += ["q_a_proj.weight", "q_a_layernorm.weight", query]
+    if config.attention_bias:
+        names += ["kv_a_proj_with_mqa.bias", "o_proj.bias"]
+        names += ["q_a_proj.bias"] if config.q_lora_rank is not None else []
+    out = {f"core.{name}": take(at + name) for name in names}
+    if not config.rope_interleave:
+        rope, nope = int(config.qk_rope_head_dim or 0), int(config.qk_nope_head_dim or 0)
+        heads = out["core." + query].unflatten(0, (-1, nope + rope))
+        roped = _interleave(heads[:, nope:].flatten(0, 1), rope).unflatten(0, (-1, rope))
+        out["core." + query] = torch.cat([heads[:, :nope], roped], 1).flatten(0, 1)
+        for kind in ("weight", "bias") if config.attention_bias else ("weight",):
+            key = f"core.kv_a_proj_with_mqa.{kind}"
+            kv, rope_rows = out[key][:-rope], out[key][-rope:]
+            out[key] = torch.cat([kv, _interleave(rope_rows, rope)])
+    return out

@@ -1,0 +1,276 @@
+"""The report says what the JSON says, loads nothing, runs nothing, and keeps hostile text inert."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_run import made_bench, made_pieces, made_run
+
+from dspark.bench.report import duration, find_contradictions, render_report, write_report
+from dspark.bench.results import Bench, Lineage, Summary, Training
+from dspark.errors import ArtifactError, MissingArtifactError, MissingDependencyError
+
+pytest.importorskip("matplotlib")
+HOSTILE = (
+    "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
+    "</p></title></style></svg></details>\x00\u202e"
+)
+VOID = {"meta", "br", "img", "hr", "link", "input"}
+
+
+def rendered(
+    summary: dict[str, Any],
+    bench: dict[str, Any],
+    training: dict[str, Any] | None,
+    lineage: dict[str, Any] | None,
+) -> str:
+    return render_report(
+        Summary.model_validate(summary),
+        Bench.model_validate(bench),
+        Training.model_validate(training) if training else None,
+        Lineage.model_validate(lineage) if lineage else None,
+    )
+
+
+class Page(HTMLParser):
+    """Elements in order, with a stack that must close what it opened."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.stack: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.data_of_row: dict[str, list[list[float]]] = {}
+        self.row = ""
+        self.text = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.elements.append((tag, found))
+        if tag not in VOID:
+            self.stack.append(tag)
+        if tag == "tr":
+            self.row = found.get("class") or ""
+            self.data_of_row.setdefault(self.row, []).append([])
+        if tag == "data" and "tr" in self.stack:
+            self.data_of_row[self.row][-1].append(float(found["value"] or "nan"))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack, f"</{tag}> closes nothing"
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def page_text() -> str:
+    return rendered(*made_run())
+
+
+def test_page_parses_with_balanced_tags_and_unique_ids(page_text: str) -> None:
+    page = Page(page_text)
+    assert page.stack == []
+    ids = [a["id"] for _, a in page.elements if "id" in a]
+    assert len(ids) == len(set(ids))
+    known = set(ids)
+    for reference in re.findall(r"url\(#([^)]+)\)", page_text):
+        assert reference in known
+    for _, attributes in page.elements:
+        assert set((attributes.get("aria-labelledby") or "").split()) <= known
+
+
+def test_result_rows_carry_exactly_the_numbers_of_summary_json(page_text: str) -> None:
+    summary = made_run()[0]
+    expected = []
+    for row in summary["results"]:
+        speed = row["tokens_per_second"]
+        numbers = [row["temperature"], row["acceptance_length"], *row["ci95"]]
+        numbers += [speed["plain"], speed["draft"], row["speedup"]]
+        expected.append(numbers + (row["identical_to_plain"] or []))
+    assert Page(page_text).data_of_row["result"] == expected
+
+
+def test_arm_and_slot_rows_carry_exactly_the_numbers_of_bench_json(page_text: str) -> None:
+    arms = made_bench()["arms"]
+    page = Page(page_text)
+    expected = [
+        [a["acceptance_length"], *a["ci95"], 31.2, 44.4, *(a["identical"] or [])] for a in arms
+    ]
+    assert page.data_of_row["arm"] == expected
+    workload = [a["per_slot_acceptance"] for a in arms if a["group"] == "workload"]
+    for shown, written in zip(page.data_of_row["slots"], workload, strict=True):
+        assert shown == pytest.approx(written, abs=1e-12)
+
+
+def test_the_eye_sees_the_rounded_headline_and_a_slow_draft_is_called_slower(
+    page_text: str,
+) -> None:
+    text = re.sub(r"\s+", " ", Page(page_text).text)
+    assert "1.62× the speed of plain decoding" in text
+    assert "0.94× slower than plain decoding" in text
+    assert text.index("Workload prompts") < text.index("General prompts") < text.index("Results")
+    assert "Maths word problems from our own seeded generator" in text
+
+
+def test_general_prompts_not_measured_still_have_their_card() -> None:
+    summary, bench, training, lineage = made_run()
+    summary["results"] = [r for r in summary["results"] if r["prompts"] == "workload"]
+    text = Page(rendered(summary, bench, training, lineage)).text
+    assert "General prompts" in text
+    assert "Not measured in this run." in text
+
+
+def test_page_loads_nothing_and_runs_nothing(page_text: str) -> None:
+    assert "http://" not in page_text
+    assert "https://" not in page_text
+    assert "@import" not in page_text
+    for tag, attributes in Page(page_text).elements:
+        assert tag not in {"script", "link", "iframe", "object", "embed", "img", "base", "form"}
+        for name, value in attributes.items():
+            assert not name.startswith("on")
+            if name in {"src", "href", "xlink:href", "data", "srcset"}:
+                assert (value or "").startswith("#")
+    for target in re.findall(r"url\(([^)]*)\)", page_text):
+        assert target.strip("'\"").startswith("#")
+
+
+def test_hostile_text_is_inert_everywhere() -> None:
+    summary, bench, training, lineage = made_run()
+    for key in ("name", "target", "workload_description", "command", "commit", "dtype"):
+        summary[key] = HOSTILE
+    summary["verification"] = summary["draft_sample_method"] = HOSTILE
+    summary["versions"] = summary["machine"] = {HOSTILE: HOSTILE}
+    summary["stage_seconds"] = {HOSTILE: 5.0}
+    arm = bench["arms"][0]
+    arm["sample"] = {
+        "prompt": HOSTILE,
+        "pieces": [{"text": HOSTILE, "kind": k} for k in ("prompt", "accepted", "bonus")],
+    }
+    arm["prompts"][0]["id"] = HOSTILE
+    entry = {"artifact": HOSTILE, "kind": HOSTILE, "fingerprint": HOSTILE}
+    lineage["artifacts"] += [entry | {"parents": {HOSTILE: "stale"}}]
+    text = rendered(summary, bench, training, lineage)
+    page = Page(text)
+    assert page.stack == []
+    tags = [tag for tag, _ in page.elements]
+    clean = [tag for tag, _ in Page(rendered(*made_run())).elements]
+    assert set(tags) == set(clean)
+    assert not any(name.startswith("on") for _, a in page.elements for name in a)
+    assert "<script" not in text
+    assert "\x00" not in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+
+
+def test_sample_keeps_every_token_and_marks_it_by_more_than_colour(page_text: str) -> None:
+    page = Page(page_text)
+    spans = [a for t, a in page.elements if t == "span" and "title" in a]
+    kinds = [(a["class"] or "").removeprefix("piece ") for a in spans]
+    arms = made_bench()["arms"]
+    expected = [p["kind"] for a in arms for p in a["sample"]["pieces"]]
+    assert sorted(kinds) == sorted(expected)
+    assert "".join(p["text"] for p in made_pieces()) in page.text
+    for style in ("solid", "double", "wavy"):
+        assert f"text-decoration-style: {style}" in page_text
+
+
+def test_plots_are_named_for_those_who_cannot_see_them_and_follow_the_theme(page_text: str) -> None:
+    drawings = re.findall(r"<svg.*?</svg>", page_text, flags=re.DOTALL)
+    assert len(drawings) == 3 + 2 + 2 + 2 + 3
+    for drawing in drawings:
+        assert 'role="img"' in drawing
+        assert re.search(r"<title[^>]*>[^<]+</title><desc[^>]*>[^<]*\d", drawing)
+        assert "var(--muted)" in drawing
+        colours = set(re.findall(r"#[0-9a-f]{6}\b", drawing))
+        assert not colours, f"colours that dark mode cannot change: {colours}"
+
+
+def test_page_is_the_same_every_time(page_text: str) -> None:
+    assert rendered(*made_run()) == page_text
+
+
+def test_training_and_lineage_may_be_absent_and_the_page_says_so() -> None:
+    summary, bench, _, _ = made_run()
+    text = Page(rendered(summary, bench, None, None)).text
+    assert "trained elsewhere" in text
+    assert "training's estimate" not in text
+    assert "Not recorded." in text
+
+
+def test_long_runs_do_not_make_long_pages() -> None:
+    summary, bench, training, lineage = made_run()
+    short = len(rendered(summary, bench, training, lineage))
+    first = training["steps"]
+    training["steps"] = [{**first[i % 600], "step": i} for i in range(30_000)]
+    assert len(rendered(summary, bench, training, lineage)) < 2 * short
+
+
+def test_contradictions_between_files_are_told_before_the_headline() -> None:
+    summary, bench, training, lineage = made_run()
+    whole = find_contradictions(
+        Summary.model_validate(summary), Bench.model_validate(bench), Lineage(**lineage)
+    )
+    assert whole == []
+    summary["results"][0]["speedup"] = 2.5
+    summary["results"][1]["acceptance_length"] += 0.4
+    summary["results"][2]["identical_to_plain"] = [14, 16]
+    lineage["artifacts"][2]["parents"] = {"answers": "another"}
+    found = find_contradictions(
+        Summary.model_validate(summary), Bench.model_validate(bench), Lineage(**lineage)
+    )
+    assert len(found) == 4
+    text = rendered(summary, bench, training, lineage)
+    assert "2 of 16 greedy answers" in text
+    assert text.index("Read this before the numbers") < text.index("Workload prompts")
+
+
+def test_results_of_different_drafts_are_refused() -> None:
+    summary, bench, training, lineage = made_run()
+    summary["block_size"] = 5
+    with pytest.raises(ArtifactError, match=r"summary\.json: 5"):
+        rendered(summary, bench, training, lineage)
+
+
+def test_write_report_finds_the_files_of_a_run_folder(tmp_path: Path) -> None:
+    names = ("summary.json", "bench/bench.json", "draft/training.json", "lineage.json")
+    for name, content in zip(names, made_run(), strict=True):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(content), encoding="utf-8")
+    path = write_report(tmp_path)
+    assert path == tmp_path / "report.html"
+    assert path.read_text(encoding="utf-8") == rendered(*made_run())
+    assert not list(tmp_path.glob("*.partial"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "bench.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ArtifactError, match=r"other/bench\.json"):
+        write_report(tmp_path)
+
+
+def test_a_folder_without_results_names_the_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(MissingArtifactError, match=r"summary\.json"):
+        write_report(tmp_path)
+
+
+def test_missing_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingDependencyError) as caught:
+        rendered(*made_run())
+    assert "pip install 'dspark[report]'" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(8.44, "8.4 s"), (59.97, "1 min 00 s"), (192, "3 min 12 s"), (3599.7, "1 h 00 min")],
+)
+def test_durations_read_like_a_person_says_them(seconds: float, said: str) -> None:
+    assert duration(seconds) == said

@@ -1,0 +1,329 @@
+"""What a recipe may say, what is refused before a run starts, and what the refusal names."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dspark.config.load import load_recipe, recipe_hash
+from dspark.config.recipe import Recipe
+from dspark.errors import ConfigError
+
+MINIMAL = """\
+name: tiny
+output: runs/tiny
+target:
+  source: package:tiny
+  max_context: 512
+prompts:
+  sources:
+    - kind: word_problems
+      train: 8
+      held_out: 4
+    - kind: human_eval
+      category: code
+      held_out: 3
+  workload: [maths]
+  max_prompt_tokens: 128
+draft:
+  mask_token_id: 3
+train:
+  learning_rate: 5e-5
+"""
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(MINIMAL, encoding="utf-8")
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(path, overrides)
+    return caught.value
+
+
+def write(tmp_path: Path, **changes: Any) -> Path:
+    """The minimal recipe with top-level sections merged in, as a YAML file."""
+    data = copy.deepcopy(yaml.safe_load(MINIMAL))
+    data["train"]["learning_rate"] = 5e-5
+    for section, value in changes.items():
+        data[section] = {**data.get(section, {}), **value} if isinstance(value, dict) else value
+    path = tmp_path / "changed.yaml"
+    path.write_text(yaml.safe_dump(data), encoding="utf-8")
+    return path
+
+
+def test_a_minimal_recipe_loads_with_typed_values_and_defaults(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file)
+    assert recipe.train.learning_rate == 5e-5
+    assert recipe.prompts.workload == ("maths",)
+    assert recipe.prompts.sources[0].held_out == 4
+    assert recipe.bench.temperatures == (0.0, 1.0)
+    assert recipe.draft.block_size == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("5e-5", 5e-5), ("1E3", 1000.0), ("2.", 2.0), (".5", 0.5), ("1.5e+2", 150.0), ("3", 3.0)],
+)
+def test_every_usual_spelling_of_a_float_is_a_float(
+    recipe_file: Path, text: str, value: float
+) -> None:
+    found = load_recipe(recipe_file, [f"train.learning_rate={text}"]).train.learning_rate
+    assert found == value
+    assert isinstance(found, float)
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "key", "shown"),
+    [
+        ("train", {"batch_size": 0}, "train.batch_size", "0 (must be greater than 0)"),
+        ("train", {"seed": -1}, "train.seed", "-1 (must be greater than or equal to 0)"),
+        ("train", {"batch_size": "3"}, "train.batch_size", "'3' (must be a valid integer)"),
+        ("train", {"batch_size": True}, "train.batch_size", "True (must be a valid integer)"),
+        ("train", {"batch_size": 1.5}, "train.batch_size", "1.5 (must be a valid integer)"),
+        ("train", {"batch_size": 2.0}, "train.batch_size", "2.0 (must be a valid integer)"),
+        ("train", {"epochs": "2"}, "train.epochs", "'2' (must be a valid number)"),
+        ("train", {"epochs": True}, "train.epochs", "True (must be a valid number)"),
+        ("train", {"epochs": float("nan")}, "train.epochs", "nan (must be a finite number)"),
+        ("train", {"learning_rate": -1e-3}, "train.learning_rate", "(must be greater than 0)"),
+        ("train", {"warmup_ratio": 1.0}, "train.warmup_ratio", "1.0 (must be less than 1)"),
+        ("train", {"precision": "int8"}, "train.precision", "'int8'"),
+        ("train", {"loss": {"ce": 0, "l1": 0}}, "train.loss", "ce and l1 are both 0"),
+        ("train", {"loss": 3}, "train.loss", "3 (must be a mapping of keys)"),
+        ("target", {"source": ""}, "target.source", "at least 1 character"),
+        ("target", {"device": 0}, "target.device", "0 (must be a valid string)"),
+        ("regenerate", {"keep_truncated": 1}, "regenerate.keep_truncated", "1 (must be"),
+        ("bench", {"temperatures": 1.0}, "bench.temperatures", "1.0 (must be a list)"),
+        ("bench", {"temperatures": [0.0, 9]}, "bench.temperatures.1", "9 (must be less than"),
+        ("draft", {"mask_token_id": None}, "draft.mask_token_id", "None (must be a valid integer)"),
+        ("draft", {"mask_token_id": -1}, "draft.mask_token_id", "-1 (must be greater"),
+        ("draft", {"block_size": 65}, "draft.block_size", "65 (must be less than or equal to 64)"),
+        ("draft", {"target_layer_ids": [1, 2, 2]}, "draft.target_layer_ids", "unique, found [1, 2"),
+        ("draft", {"target_layer_ids": [-1, 2]}, "draft.target_layer_ids", "-1 is negative"),
+        ("draft", {"target_layer_ids": []}, "draft.target_layer_ids", "at least one"),
+        ("draft", {"target_layer_ids": [1, "2"]}, "draft.target_layer_ids.1", "'2' (must be a val"),
+        (
+            "draft",
+            {"vocabulary_size": 64, "markov_head_type": "gated"},
+            "draft.vocabulary_size",
+            "markov_head_type gated cannot hold it",
+        ),
+        ("prompts", {"workload": ["poems"]}, "prompts.workload", "without a source: ['poems']"),
+        (
+            "prompts",
+            {"max_prompt_tokens": 500},
+            "prompts.max_prompt_tokens",
+            "500 + max_new_tokens 256 = 756 exceeds target.max_context 512",
+        ),
+    ],
+)
+def test_values_that_make_no_sense_are_refused_with_their_key(
+    tmp_path: Path, section: str, change: dict[str, Any], key: str, shown: str
+) -> None:
+    path = write(tmp_path, **{section: change})
+    error = refusal(path)
+    assert error.where.startswith(f"{path}: {key}")
+    assert shown in error.found
+    assert error.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "key", "shown"),
+    [
+        ({"kind": "word_problems", "train": "8"}, "prompts.sources.0.train", "'8' (must be"),
+        ({"kind": "word_problems", "trian": 8}, "prompts.sources.0.trian", "unknown key (did you"),
+        ({"kind": "file", "category": "file"}, "prompts.sources.0.path", "missing (is required)"),
+        ({"kind": "file", "path": "", "category": "a"}, "prompts.sources.0.path", "'' (must have"),
+        ({"kind": "poems"}, "prompts.sources.0.kind", "'poems' (must be one of word_problems,"),
+        ({"train": 8}, "prompts.sources.0.kind", "'missing'"),
+        (8, "prompts.sources.0", "8 (must be a mapping of keys)"),
+    ],
+)
+def test_a_fault_inside_a_list_names_the_index_and_never_the_union_tag(
+    tmp_path: Path, source: Any, key: str, shown: str
+) -> None:
+    error = refusal(write(tmp_path, prompts={"sources": [source]}))
+    assert error.where.endswith(f": {key}")
+    assert f"{key}: {shown}" in error.found
+    assert "fault in the file" in error.fix
+
+
+def test_all_faults_are_listed_and_the_first_gives_the_place(tmp_path: Path) -> None:
+    error = refusal(
+        write(tmp_path, train={"batch_size": 0, "seed": "x"}, capture={"dtype": 3}, extra=1)
+    )
+    assert error.where.endswith(": capture.dtype")
+    for part in ("capture.dtype: 3", "train.seed: 'x'", "train.batch_size: 0 (must be", "extra:"):
+        assert part in error.found
+    assert "4 faults" in error.fix
+
+
+def test_unknown_keys_are_refused_with_the_nearest_name(tmp_path: Path) -> None:
+    error = refusal(write(tmp_path, train={"learning_rte": 1e-3}))
+    assert error.where.endswith(": train.learning_rte")
+    assert "did you mean learning_rate?" in error.found
+    assert "did you mean train" in refusal(write(tmp_path, trains={"epochs": 1})).found
+
+
+def test_missing_sections_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "empty_section.yaml"
+    path.write_text("name: a\noutput: b\n", encoding="utf-8")
+    error = refusal(path)
+    assert error.where == f"{path}: target"
+    assert error.found.count("missing (is required)") == 3
+
+
+# --- overrides -----------------------------------------------------------------------------------
+
+
+def test_overrides_are_applied_before_validation(recipe_file: Path) -> None:
+    recipe = load_recipe(
+        recipe_file,
+        [
+            "train.learning_rate=3e-3",
+            "train.loss.decay=7",
+            "prompts.sources.0.train=10",
+            "bench.temperatures=[0, 0.5]",
+            "target.revision=null",
+            "draft.target_layer_ids=[1,4]",
+            "output='runs/a=b'",
+        ],
+    )
+    assert recipe.train.learning_rate == 3e-3
+    assert recipe.train.loss.decay == 7.0
+    assert recipe.prompts.sources[0].model_dump()["train"] == 10
+    assert recipe.bench.temperatures == (0.0, 0.5)
+    assert recipe.draft.target_layer_ids == (1, 4)
+    assert recipe.output == "runs/a=b"
+
+
+def test_an_override_can_repair_a_file_and_the_last_one_wins(tmp_path: Path) -> None:
+    path = write(tmp_path, train={"batch_size": 0})
+    recipe = load_recipe(path, ["train.batch_size=2", "train.batch_size=4"])
+    assert recipe.train.batch_size == 4
+
+
+def test_a_bad_value_is_traced_to_its_override(recipe_file: Path) -> None:
+    error = refusal(recipe_file, "train.batch_size=0")
+    assert error.where == f"{recipe_file}: train.batch_size (set by an override)"
+    assert error.found == "train.batch_size: 0 (must be greater than 0)"
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("train.learning_rat=1", "learning_rate"),
+        ("trian.epochs=1", "train"),
+        ("train.loss.decy=1", "decay"),
+        ("prompts.sources.0.trai=1", "train"),
+        ("prompts.sources.1.train=1", "kind"),
+        ("prompts.sources.2.train=1", "0 to 1"),
+        ("prompts.sources.-1.train=1", "0 to 1"),
+        ("prompts.sources.first.train=1", "0 to 1"),
+        ("bench.temperatures.0=1", "bench.temperatures as a whole"),
+        ("train.epochs.x=1", "train.epochs as a whole"),
+        ("zzz=1", "Known keys: name, output"),
+        ("train.epochs", "train.epochs=2"),
+        ("train.epochs=", "=null"),
+        ("=3", "train.epochs=2"),
+        ("train..epochs=3", "train.epochs=2"),
+        ("bench.temperatures=[1,2", "quote"),
+        ("target.source=a: b: c", "quote"),
+    ],
+)
+def test_overrides_that_name_nothing_are_refused(
+    recipe_file: Path, override: str, hint: str
+) -> None:
+    error = refusal(recipe_file, override)
+    assert error.where.startswith(f"override {override!r}")
+    assert hint in error.fix
+
+
+def test_an_override_below_a_section_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
+    error = refusal(write(tmp_path, train=5), "train.epochs=1")
+    assert "train is 5, not a mapping" in error.found
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "place", "found"),
+    [
+        (b"", "", "an empty file"),
+        (b"# only a comment\n", "", "an empty file"),
+        (b"- 1\n- 2\n", "", "a list"),
+        (b"just text\n", "", "a str"),
+        (b"name: [a\noutput: b\n", ", line 2, column 7", "expected ',' or ']'"),
+        (b"name: a\n\tb: c\n", ", line 2, column 1", "cannot start any token"),
+        (b"train:\n  seed: 1\n  seed: 2\n", ", line 3, column 3", "'seed' twice"),
+        (b"1: a\n", ", line 1, column 1", "1, which is not text"),
+        (b"a: &x [1]\nb: *x\n", ", line 2, column 4", "an alias"),
+        (b"a: &x [*x]\n", ", line 1, column 8", "an alias"),
+        (b"a: !!python/object/apply:os.getcwd []\n", ", line 1, column 4", "constructor"),
+        (b"a: 1\n---\nb: 2\n", ", line 2, column 1", "document"),
+        (b"\xff\xfe\x00", "", "not UTF-8"),
+        (b"a: \x01\n", "", "special characters"),
+        (b"[" * 5000, "", "recursion"),
+        (b"a: " + b"9" * 5000, "", "digits"),
+    ],
+)
+def test_files_that_are_no_recipe_are_refused_with_line_and_column(
+    tmp_path: Path, content: bytes, place: str, found: str
+) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(content)
+    error = refusal(path)
+    assert error.where == f"{path}{place}"
+    assert found in error.found
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "none.yaml").found == "no such file"
+    assert "directory" in refusal(tmp_path).found
+
+
+@pytest.mark.parametrize("text", ["on", "010", "1:30", "1_000", "2026-01-02", "0x10"])
+def test_yaml_1_1_surprises_stay_text_and_are_refused_by_numbers(
+    recipe_file: Path, text: str
+) -> None:
+    error = refusal(recipe_file, f"train.batch_size={text}")
+    assert error.found == f"train.batch_size: {text!r} (must be a valid integer)"
+    assert load_recipe(recipe_file, [f"output={text}"]).output == text
+
+
+# --- hashes --------------------------------------------------------------------------------------
+
+
+def test_the_hash_ignores_order_spelling_and_written_defaults(tmp_path: Path) -> None:
+    plain = load_recipe(write(tmp_path, train={"epochs": 2.0}))
+    spelled = load_recipe(write(tmp_path, train={"warmup_ratio": 0.04, "epochs": 2}))
+    assert recipe_hash(plain) == recipe_hash(spelled)
+    assert recipe_hash(plain) == recipe_hash(Recipe.model_validate(plain.model_dump()))
+
+
+def test_the_hash_of_a_section_changes_with_it_and_only_with_it(recipe_file: Path) -> None:
+    before = load_recipe(recipe_file)
+    after = load_recipe(recipe_file, ["train.seed=1"])
+    assert recipe_hash(before.train) != recipe_hash(after.train)
+    assert recipe_hash(before) != recipe_hash(after)
+    assert recipe_hash(before.draft) == recipe_hash(after.draft)
+
+
+def test_loading_a_recipe_imports_no_torch(recipe_file: Path) -> None:
+    code = (
+        "import sys; from dspark.config.load import load_recipe; import dspark.artifacts;"
+        f"load_recipe({str(recipe_file)!r}); print('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "False", result.stderr
