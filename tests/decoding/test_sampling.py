@@ -13,12 +13,14 @@ from dspark.decoding.sampling import (
     RandomStreams,
     SamplingParams,
     StreamName,
+    _flatten_impossible,
     safe_argmax,
     sample,
     target_probabilities,
 )
 from dspark.errors import DecodingError
 
+GREEDY = SamplingParams()
 STREAMS: tuple[StreamName, ...] = ("draft", "accept", "residual")
 INF, NAN = math.inf, math.nan
 UNIFORM = st.floats(0, 1)
@@ -70,9 +72,6 @@ def test_argmax_of_a_row_without_finite_maximum_is_refused(row: list[float]) -> 
 def test_temperature_zero_is_the_one_hot_of_the_argmax() -> None:
     probs = target_probabilities(torch.tensor([[0.0, 5.0, 5.0], [NAN, -3.0, -INF]]), GREEDY)
     assert probs.tolist() == [[0, 1, 0], [0, 1, 0]]
-
-
-GREEDY = SamplingParams()
 
 
 @pytest.mark.parametrize("row", [[0.0, NAN, 1.0], [0.0, INF, 1.0], [-INF, -INF, -INF]])
@@ -168,6 +167,14 @@ def test_sample_inverts_the_cumulative_sum(row: list[float], u: float) -> None:
     assert u * total <= (below + row[chosen]) * (1 + 1e-12)
 
 
+def test_rounding_of_a_parallel_scan_cannot_select_an_impossible_id() -> None:
+    """A device's scan that steps up at zero-probability ids 0 and 2, and down at id 4."""
+    probs = torch.tensor([0.0, 0.5, 0.0, 0.25, 0.25], dtype=torch.float64)
+    scanned = torch.tensor([1e-17, 0.5, 0.5 + 1e-16, 1.0, 1.0 - 1e-16], dtype=torch.float64)
+    cdf = _flatten_impossible(scanned, probs)
+    assert cdf.tolist() == [0.0, 0.5, 0.5, 1.0, 1.0]
+
+
 def test_sample_is_row_wise_over_any_leading_shape() -> None:
     probs = torch.eye(6).reshape(2, 3, 6)
     u = torch.full((2, 3), 0.7, dtype=torch.float64)
@@ -226,7 +233,7 @@ def test_streams_are_disjoint_across_names_and_seeds() -> None:
     """No value occurs twice among 60 000 draws of 53 bits, and no two streams correlate."""
     seeds = (0, 1, 2**32, 2**32 + 1)  # PyTorch alone would give 0 and 2**32 the same stream
     made = [RandomStreams(seed).uniform(name, 5000) for seed in seeds for name in STREAMS]
-    assert len(torch.cat(made).unique()) == 5000 * len(made)
+    assert len(set(torch.cat(made).tolist())) == 5000 * len(made)
     correlation = torch.corrcoef(torch.stack(made)).fill_diagonal_(0).abs().max()
     assert float(correlation) < 5 / math.sqrt(5000)
 
@@ -237,6 +244,12 @@ def test_uniforms_are_in_the_half_open_interval() -> None:
     assert float(u.min()) > 0
     assert float(u.max()) <= 1
     assert float(u.mean()) == pytest.approx(0.5, abs=5e-3)
+
+
+def test_raw_zero_becomes_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator's 0 comes once in 2**53 draws: put it there. u = 0 would pass every test."""
+    monkeypatch.setattr(torch, "rand", lambda n, **_: torch.zeros(n, dtype=torch.float64))
+    assert RandomStreams(0).uniform("accept", 2).tolist() == [1.0, 1.0]
 
 
 def test_unknown_stream_is_refused() -> None:

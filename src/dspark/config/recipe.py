@@ -34,6 +34,16 @@ class TargetSection(Frozen):
     max_context: PositiveInt = 2048
 
 
+class OrderTicketSource(Frozen):
+    """Order messages to JSON, three examples in the prompt (``dspark.data.order_tickets``)."""
+
+    kind: Literal["order_tickets"]
+    category: Category = "extraction"
+    train: NonNegativeInt = 0
+    held_out: NonNegativeInt = 0
+    seed: NonNegativeInt = 0
+
+
 class WordProblemSource(Frozen):
     """Maths word problems made by our own seeded generator (``dspark.data.word_problems``)."""
 
@@ -75,7 +85,7 @@ class FileSource(Frozen):
 
 
 PromptSource = Annotated[
-    WordProblemSource | ReasoningGymSource | PackageSource | FileSource,
+    OrderTicketSource | WordProblemSource | ReasoningGymSource | PackageSource | FileSource,
     Field(discriminator="kind"),
 ]
 
@@ -97,8 +107,13 @@ class PromptsSection(Frozen):
 
 
 class RegenerateSection(Frozen):
-    """The target answers the training prompts itself (on-policy)."""
+    """The target answers the training prompts itself (on-policy).
 
+    ``precision`` is that of the target's matrix products here and in capture; residual stream,
+    attention, norms and head keep ``target.dtype``.
+    """
+
+    precision: Literal["float32", "bfloat16"] = "float32"
     max_new_tokens: PositiveInt = 256
     temperatures: tuple[Temperature, ...] = Field(default=(0.0, 1.0), min_length=1)
     batch_size: PositiveInt = 64
@@ -108,6 +123,7 @@ class RegenerateSection(Frozen):
 class CaptureSection(Frozen):
     """Hidden states of answers, replayed through the target by prefill."""
 
+    precision: Literal["float32", "bfloat16"] = "float32"
     batch_tokens: PositiveInt = 4096
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
 

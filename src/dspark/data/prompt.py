@@ -88,13 +88,19 @@ def make_prompt(
     category: str,
     user_turns: Sequence[str],
     system: str | None = None,
+    examples: Sequence[tuple[str, str]] = (),
 ) -> Prompt:
     """A prompt that asks the first of ``user_turns``; its id hashes everything that is in it.
+
+    ``examples`` are worked (user, assistant) turns that come before the question.
 
     Raises:
         pydantic.ValidationError: no turn, an empty turn or a malformed category.
     """
     messages = [] if system is None else [{"role": "system", "content": system}]
+    for question, answer in examples:
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer})
     messages += [{"role": "user", "content": turn} for turn in user_turns[:1]]
     later = list(user_turns[1:])
     # ensure_ascii keeps the hash defined for text that the validators are about to refuse.

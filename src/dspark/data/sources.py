@@ -20,12 +20,14 @@ from pydantic import ValidationError
 
 from dspark.config.recipe import (
     FileSource,
+    OrderTicketSource,
     PackageSource,
     PromptSource,
     ReasoningGymSource,
     WordProblemSource,
 )
 from dspark.data.jsonl import read_json_lines
+from dspark.data.order_tickets import SYSTEM, examples, order_tickets
 from dspark.data.prompt import Prompt, Split, check_roles, first_problem, make_prompt
 from dspark.data.word_problems import word_problems
 from dspark.errors import ConfigError, DataError, MissingDependencyError
@@ -50,6 +52,8 @@ def prompts_of(source: PromptSource) -> Iterator[Prompt]:
         DataError: its file is unreadable, malformed or holds fewer rows than asked for.
         MissingDependencyError: the package that holds its prompts is not installed.
     """
+    if isinstance(source, OrderTicketSource):
+        return order_ticket_prompts(source)
     if isinstance(source, WordProblemSource):
         return word_problem_prompts(source)
     if isinstance(source, ReasoningGymSource):
@@ -57,6 +61,13 @@ def prompts_of(source: PromptSource) -> Iterator[Prompt]:
     if isinstance(source, PackageSource):
         return package_prompts(source)
     return file_prompts(source)
+
+
+def order_ticket_prompts(source: OrderTicketSource) -> Iterator[Prompt]:
+    """Order messages to be turned into JSON (:mod:`dspark.data.order_tickets`)."""
+    worked = examples()
+    for split, ticket in order_tickets(source.seed, source.train, source.held_out):
+        yield make_prompt(split, source.category, [ticket.text], SYSTEM, worked)
 
 
 def word_problem_prompts(source: WordProblemSource) -> Iterator[Prompt]:

@@ -168,9 +168,7 @@ def sample(probs: Tensor, u: Tensor) -> Tensor:
         )
     cdf = probs.cumsum(-1, dtype=torch.float64)
     if probs.device.type != "cpu":
-        # A parallel scan may round differently from one id to the next, so that it could rise at
-        # an impossible id; carrying the last possible value makes those steps exactly flat.
-        cdf = torch.where(probs > 0, cdf, 0.0).cummax(-1).values
+        cdf = _flatten_impossible(cdf, probs)
     total = cdf[..., -1:]
     tiny = torch.finfo(torch.float64).tiny
     sound = torch.isfinite(total) & (total > tiny) & (probs.amin(-1, keepdim=True) >= 0)
@@ -239,6 +237,15 @@ def _nucleus_floor(scores: Tensor, top_p: float) -> Tensor:
     # A token stays while the mass BEFORE it is short of top_p: at least one always stays.
     kept = 1 + (mass[..., :-1] < top_p).sum(-1, keepdim=True)
     return ranked.gather(-1, kept - 1)
+
+
+def _flatten_impossible(cdf: Tensor, probs: Tensor) -> Tensor:
+    """A non-decreasing ``cdf`` [.., V] that is exactly flat where ``probs`` [.., V] is zero.
+
+    A sequential sum is so by itself. A device's parallel scan rounds differently from one id to
+    the next, and may step up at an impossible id or even down.
+    """
+    return torch.where(probs > 0, cdf, 0.0).cummax(-1).values
 
 
 def _is_integer(value: object) -> bool:

@@ -16,8 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dspark.decoding.sampling import SamplingParams, sample, target_probabilities
-from dspark.model.cache import RowCache, Span
+from dspark.decoding.sampling import RandomStreams, SamplingParams, sample, target_probabilities
+from dspark.model.cache import RowCache, Span, shared_prefix
 from dspark.model.target import Target
 
 FinishReason = Literal["stop", "length"]
@@ -63,6 +63,8 @@ class BatchGenerator:
         self.end_ids = end_ids
         self.batch_size = batch_size
         self.capacity = capacity
+        self._shared = 0
+        self._prefix: RowCache | None = None
 
     @torch.inference_mode()
     def run(
@@ -75,6 +77,7 @@ class BatchGenerator:
         queue = deque(sorted(requests, key=lambda r: len(r.prompt_ids)))
         batch = min(self.batch_size, len(queue))
         cache: RowCache = self.target.new_cache(batch, self.capacity)
+        self._run_prefix(requests)
         slots: list[_Slot | None] = [None] * batch
         while True:
             free = [i for i, s in enumerate(slots) if s is None]
@@ -93,6 +96,14 @@ class BatchGenerator:
             on_tokens(len(live))
             self._retire(slots, on_result)
 
+    def _run_prefix(self, requests: Sequence[GenerationRequest]) -> None:
+        """Prefill what all prompts share, once."""
+        self._shared = shared_prefix([r.prompt_ids for r in requests])
+        if self._shared:
+            ids = torch.tensor([requests[0].prompt_ids[: self._shared]], device=self.target.device)
+            self._prefix = self.target.new_cache(1, self._shared)
+            self.target.forward(ids, Span.at(0, self._shared, 1, ids.device), self._prefix)
+
     def _admit(
         self,
         free: list[int],
@@ -102,18 +113,21 @@ class BatchGenerator:
     ) -> None:
         """Prefill as many queued prompts as there are free slots, in one padded batch."""
         taken = [queue.popleft() for _ in range(min(len(free), len(queue)))]
+        start = self._shared
         longest = max(len(r.prompt_ids) for r in taken)
-        ids = torch.zeros(len(taken), longest, dtype=torch.long)
+        ids = torch.zeros(len(taken), longest - start, dtype=torch.long)
         for row, request in enumerate(taken):
-            ids[row, : len(request.prompt_ids)] = torch.tensor(request.prompt_ids)
+            ids[row, : len(request.prompt_ids) - start] = torch.tensor(request.prompt_ids[start:])
         ids = ids.to(self.target.device)
         fresh = self.target.new_cache(len(taken), longest)
-        out = self.target.forward(ids, Span.at(0, longest, len(taken), ids.device), fresh)
+        if start:
+            fresh.seed(self._prefix, start)
+        out = self.target.forward(ids, Span.at(start, ids.shape[1], len(taken), ids.device), fresh)
         where = torch.tensor(free[: len(taken)], device=ids.device)
         # Rows beyond a prompt's own length are padding; decoding overwrites them before any query
         # can see them, because a query at position n only attends to keys 0..n.
         cache.adopt(where, fresh, longest)
-        last = torch.tensor([len(r.prompt_ids) - 1 for r in taken], device=ids.device)
+        last = torch.tensor([len(r.prompt_ids) - 1 - start for r in taken], device=ids.device)
         final = out.final[torch.arange(len(taken), device=ids.device), last]
         admitted: list[_Slot | None] = [_new_slot(r) for r in taken]
         self._choose(admitted, final)
@@ -153,6 +167,5 @@ class BatchGenerator:
 
 
 def _new_slot(request: GenerationRequest) -> _Slot:
-    generator = torch.Generator().manual_seed(request.params.seed)
-    count = request.params.max_new_tokens
-    return _Slot(request, torch.rand(count, generator=generator, dtype=torch.float64))
+    streams = RandomStreams(request.params.seed)
+    return _Slot(request, streams.uniform("residual", request.params.max_new_tokens))

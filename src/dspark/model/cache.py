@@ -7,6 +7,7 @@ tokens is free: the caller starts the next span earlier and the rows are overwri
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -100,7 +101,31 @@ class RowCache:
             for rows, fresh in zip(mine, theirs, strict=True):
                 rows[slots, :, :length] = fresh[:, :, :length]
 
+    def seed(self, prefix: RowCache, length: int) -> None:
+        """Start every batch row with the ``length`` rows of a prefix computed once (batch 1)."""
+        for mine, theirs in zip(self.layers, prefix.layers, strict=True):
+            for rows, shared in zip(mine, theirs, strict=True):
+                rows[:, :, :length] = shared[:1, :, :length]
+
     def keep(self, slots: Tensor) -> None:
         """Shrink the batch to ``slots``, in that order."""
         self.batch = len(slots)
         self.layers = [[rows[slots] for rows in parts] for parts in self.layers]
+
+
+def shared_prefix(sequences: Sequence[Sequence[int]], least: int = 16) -> int:
+    """Length of the prefix all token sequences share (leaving one token each); 0 if not worth it.
+
+    Few-shot prompts and long system turns are the same for a whole workload: their rows are
+    computed once. Never the whole of a sequence, whose last token must be run to be answered.
+    """
+    if len(sequences) < 2:
+        return 0
+    low, high = min(sequences), max(sequences)
+    length = 0
+    for a, b in zip(low, high, strict=False):
+        if a != b:
+            break
+        length += 1
+    length = min(length, min(len(s) for s in sequences) - 1)
+    return length if length >= least else 0

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dspark.config.target import TargetConfig
 from dspark.model.cache import RowCache, Span
 from dspark.model.gqa import GroupedAttention
-from dspark.model.layers import RMSNorm, Rope, pack_linears
+from dspark.model.layers import RMSNorm, Rope, pack_linears, packed_or_plain
 from dspark.model.mla import LatentAttention, LatentDims
 
 
@@ -131,7 +131,7 @@ class DecoderTarget(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(TargetLayer(config, i) for i in range(config.num_hidden_layers))
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         rope_dim = config.head_dim if config.attention == "gqa" else config.qk_rope_head_dim
         self.rope = Rope(int(rope_dim or 0), config.rope_parameters)
         self.hidden_size = config.hidden_size
@@ -151,10 +151,15 @@ class DecoderTarget(nn.Module):
     def pack(self, dtype: torch.dtype | None = None) -> int:
         """Prepack linears for CPU inference in ``dtype`` (default: the target's own).
 
-        The raw head stays available to the trainer. Returns how many linears were packed.
+        The head always keeps the target's dtype: bf16 logits of 30 are rounded to 0.125, which
+        moves 1 % of greedy tokens. The raw head stays available to the trainer. Returns how many
+        linears were packed.
         """
         self._head = self.lm_head.weight.detach()
-        return pack_linears(self, dtype or self.dtype)
+        self.lm_head, head = nn.Identity(), self.lm_head
+        packed = pack_linears(self, dtype or self.dtype)
+        self.lm_head = packed_or_plain(head, self.dtype) if isinstance(head, nn.Linear) else head
+        return packed + (self.lm_head is not head)
 
     def new_cache(self, batch: int, capacity: int) -> RowCache:
         c = self.config

@@ -1,0 +1,128 @@
+"""Capture by replay: answers are prefilled through the target and their states are stored.
+
+Replaying is cheaper than it sounds (prefill is several times faster than decoding) and makes the
+stage independent of who wrote the answers. Sequences of similar length share a padded batch;
+padding lies behind every real token, so a causal target cannot see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dspark.hidden.answers import Answer
+from dspark.hidden.record import HiddenRecord, HiddenStore
+from dspark.model.cache import Span, shared_prefix
+from dspark.model.target import Target
+
+
+def length_batches(answers: Sequence[Answer], batch_tokens: int) -> Iterator[list[Answer]]:
+    """Batches of similar length whose padded size stays below ``batch_tokens`` (at least one)."""
+    batch: list[Answer] = []
+    for answer in sorted(answers, key=lambda a: (len(a.ids), a.id)):
+        if batch and (len(batch) + 1) * len(answer.ids) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(answer)
+    if batch:
+        yield batch
+
+
+@torch.inference_mode()
+def capture(
+    target: Target,
+    answers: Sequence[Answer],
+    store: HiddenStore,
+    *,
+    batch_tokens: int,
+    dtype: torch.dtype,
+    on_tokens: Callable[[int], None] = lambda _: None,
+) -> int:
+    """Store one record per answer that is not stored yet; return how many were new.
+
+    ``dtype`` is the stored precision of states. ``log_z`` is computed from the STORED final states,
+    so that the trainer's probabilities sum to one in the precision it reads.
+    """
+    present = set(store.ids())
+    missing = [a for a in answers if a.id not in present]
+    on_tokens(sum(len(a.ids) for a in answers if a.id in present))
+    prefix = _Prefix.of(target, missing)
+    for batch in length_batches(missing, batch_tokens):
+        for answer, taps, final in prefix.replay(batch):
+            store.put(_record(target, answer, taps, final, dtype))
+            on_tokens(len(answer.ids))
+    return len(missing)
+
+
+@dataclass(frozen=True)
+class _Prefix:
+    """The tokens all sequences share, run once; every record still gets all of its states."""
+
+    target: Target
+    length: int
+    cache: Any
+    taps: Tensor
+    final: Tensor
+
+    @staticmethod
+    def of(target: Target, answers: Sequence[Answer]) -> _Prefix:
+        length = shared_prefix([a.ids[: a.prompt_length] for a in answers])
+        ids = torch.tensor([answers[0].ids[:length]] if answers else [[]], dtype=torch.long)
+        cache = target.new_cache(1, max(length, 1))
+        if length == 0:
+            empty = torch.empty(0)
+            return _Prefix(target, 0, cache, empty, empty)
+        out = target.forward(ids.to(target.device), Span.at(0, length, 1, target.device), cache)
+        return _Prefix(target, length, cache, out.taps[0], out.final[0])
+
+    def replay(self, batch: list[Answer]) -> Iterator[tuple[Answer, Tensor, Tensor]]:
+        """States of every answer in ``batch``: taps [S, L, H] and final [S, H]."""
+        target, start = self.target, self.length
+        longest = max(len(a.ids) for a in batch) - start
+        ids = torch.zeros(len(batch), longest, dtype=torch.long)
+        for row, answer in enumerate(batch):
+            ids[row, : len(answer.ids) - start] = torch.tensor(answer.ids[start:])
+        cache = None
+        span = Span.alone(len(batch), longest, target.device)
+        if start:
+            cache = target.new_cache(len(batch), start + longest)
+            cache.seed(self.cache, start)
+            span = Span.at(start, longest, len(batch), target.device)
+        out = target.forward(ids.to(target.device), span, cache)
+        for row, answer in enumerate(batch):
+            own = len(answer.ids) - start
+            taps, final = out.taps[row, :own], out.final[row, :own]
+            if start:
+                taps, final = torch.cat([self.taps, taps]), torch.cat([self.final, final])
+            yield answer, taps, final
+
+
+def _record(
+    target: Target, answer: Answer, taps: Tensor, final: Tensor, dtype: torch.dtype
+) -> HiddenRecord:
+    mask = torch.zeros(len(answer.ids), dtype=torch.uint8)
+    mask[answer.prompt_length :] = 1
+    stored = final.to(dtype)
+    log_z = torch.full((len(answer.ids),), float("nan"))
+    greedy = torch.full((len(answer.ids),), -1, dtype=torch.int32)
+    answered = slice(answer.prompt_length - 1, None)
+    greedy[answered] = target.logits(final[answered]).argmax(-1).int().cpu()
+    logits = target.logits(stored[answered].to(final.dtype)).float()
+    log_z[answered] = torch.logsumexp(logits, -1).cpu()
+    return HiddenRecord(
+        id=answer.id,
+        category=answer.category,
+        temperature=answer.temperature,
+        layer_ids=target.layer_ids,
+        norm_state="post",
+        ids=torch.tensor(answer.ids, dtype=torch.int32),
+        loss_mask=mask,
+        taps=taps.to(dtype).cpu(),
+        final=stored.cpu(),
+        greedy=greedy,
+        log_z=log_z,
+    )

@@ -1,0 +1,96 @@
+"""Hidden records at rest: one safetensors file per record, written atomically.
+
+Cheap to resume (a record is there or it is not), cheap to read (memory-mapped), and a damaged file
+names itself. ``ack`` and ``abort`` are no-ops: on disk the folder owns its records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from dspark.artifacts import atomic_write
+from dspark.errors import DamagedArtifactError, DataError
+from dspark.hidden.record import HiddenRecord
+
+SUFFIX = ".safetensors"
+_TENSORS = ("ids", "loss_mask", "taps", "final", "greedy", "log_z")
+
+
+class DiskStore:
+    """Records below ``folder``; implements :class:`dspark.hidden.record.HiddenStore`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def _path(self, record_id: str) -> Path:
+        if not record_id or "/" in record_id or record_id.startswith("."):
+            raise DataError(
+                expected="a record id usable as a file name",
+                found=repr(record_id),
+                where=str(self.folder),
+                fix="Use ids of letters, digits, dashes and dots.",
+            )
+        return self.folder / (record_id + SUFFIX)
+
+    def put(self, record: HiddenRecord) -> None:
+        """Write one record; a reader sees all of it or nothing."""
+        meta = {
+            "id": record.id,
+            "category": record.category,
+            "temperature": record.temperature,
+            "layer_ids": list(record.layer_ids),
+            "norm_state": record.norm_state,
+        }
+        tensors = {name: getattr(record.check(), name).contiguous() for name in _TENSORS}
+        atomic_write(self._path(record.id), save(tensors, {"record": json.dumps(meta)}))
+
+    def get(self, record_id: str) -> HiddenRecord:
+        """Read and check one record.
+
+        Raises:
+            DamagedArtifactError: absent, truncated or inconsistent.
+        """
+        path = self._path(record_id)
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                meta = json.loads((file.metadata() or {})["record"])
+                tensors = {name: file.get_tensor(name) for name in _TENSORS}
+        except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
+            raise DamagedArtifactError(
+                expected="a readable hidden record",
+                found=f"{type(error).__name__}: {error}",
+                where=str(path),
+                fix="Delete this file and run capture again: only missing records are redone.",
+            ) from error
+        meta["layer_ids"] = tuple(meta["layer_ids"])
+        return HiddenRecord(**meta, **tensors).check()
+
+    def ids(self) -> list[str]:
+        """Ids of complete records, sorted."""
+        return sorted(p.name[: -len(SUFFIX)] for p in self.folder.glob("[!.]*" + SUFFIX))
+
+    def ack(self, record_id: str) -> None:
+        """Nothing to release on disk."""
+
+    def abort(self, record_id: str) -> None:
+        """Nothing to give back on disk."""
+
+    def gc(self) -> int:
+        """Remove temporary files a killed writer left; return how many."""
+        removed = 0
+        for path in self.folder.glob(".*"):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+                removed += 1
+        return removed
+
+    def health(self) -> dict[str, int]:
+        """Number of records and bytes."""
+        sizes = [p.stat().st_size for p in self.folder.glob("[!.]*" + SUFFIX)]
+        return {"records": len(sizes), "bytes": sum(sizes)}

@@ -1,0 +1,72 @@
+"""A Markov head that knows bigrams before the first step.
+
+From scratch the draft's q and the target's p hardly overlap and L1 has almost no gradient. Counting
+which token follows which in the answers, and factoring the log-probabilities to the head's rank,
+gives the draft a bigram model in a second or two, and the optimiser starts from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from dspark.hidden.record import HiddenRecord
+from dspark.model.draft import DSparkDraft
+from dspark.training.support import choose_support
+
+
+MAX_COUNTED = 8192  # tokens of the dense count matrix (256 MiB in fp32)
+
+
+def bigram_counts(records: Iterable[HiddenRecord], support: Tensor, vocab_size: int) -> Tensor:
+    """Counts [V', V'] fp32 of answer bigrams whose both tokens are in ``support``."""
+    index = torch.full((vocab_size,), -1, dtype=torch.long)
+    index[support] = torch.arange(len(support))
+    counts = torch.zeros(len(support) ** 2)
+    for record in records:
+        tokens = index[record.ids[record.loss_mask.bool()].long()]
+        pairs = (tokens[:-1], tokens[1:])
+        inside = (pairs[0] >= 0) & (pairs[1] >= 0)
+        flat = pairs[0][inside] * len(support) + pairs[1][inside]
+        counts += torch.bincount(flat, minlength=len(counts)).float()
+    return counts.view(len(support), -1)
+
+
+def bigram_factors(counts: Tensor, rank: int, smoothing: float = 2.0) -> tuple[Tensor, Tensor]:
+    """Rank-``rank`` factors (W1 [V', r], W2 [V', r]) of smoothed log P(next | previous).
+
+    Rows are weighted by the square root of their count, so that frequent tokens are fitted best.
+    Each row is centred, which a softmax cannot see.
+    """
+    total = counts.sum(-1, keepdim=True)
+    unigram = (counts.sum(0) + 0.1) / (counts.sum() + 0.1 * len(counts))
+    log_p = torch.log((counts + smoothing * unigram) / (total + smoothing))
+    log_p -= log_p.mean(-1, keepdim=True)
+    weight = torch.sqrt(total + 1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        u, s, v = torch.svd_lowrank(log_p * weight, q=min(rank + 8, len(counts)), niter=3)
+    kept = min(rank, len(s))
+    root = torch.sqrt(s[:kept])
+    w1, w2 = u[:, :kept] * root / weight, v[:, :kept] * root
+    # Balance the two factors: the optimiser treats both alike.
+    balance = torch.sqrt(w2.norm(dim=0) / w1.norm(dim=0).clamp_min(1e-8))
+    return w1 * balance, w2 / balance
+
+
+def warm_start_markov(
+    draft: DSparkDraft, records: Sequence[HiddenRecord], support: Tensor | None
+) -> None:
+    """Overwrite a vanilla Markov head with the answers' bigrams (spare rank untouched)."""
+    head = draft.markov_head
+    vocab = draft.config.vocab_size
+    rows = choose_support(records, vocab, MAX_COUNTED) if support is None else support
+    usable = head.rank if support is None else head.rank - 1
+    w1, w2 = bigram_factors(bigram_counts(records, rows, vocab), usable)
+    with torch.no_grad():
+        head.markov_w1.weight[:, : w1.shape[1]] = 0
+        head.markov_w2.weight[:, : w2.shape[1]] = 0
+        head.markov_w1.weight[rows, : w1.shape[1]] = w1
+        head.markov_w2.weight[rows, : w2.shape[1]] = w2
