@@ -14,10 +14,19 @@ from torch import Tensor
 
 from dspark.hidden.record import HiddenRecord
 from dspark.model.draft import DSparkDraft
-from dspark.training.support import choose_support
 
 
 MAX_COUNTED = 8192  # tokens of the dense count matrix (256 MiB in fp32)
+
+
+def choose_support(records: Iterable[HiddenRecord], vocab_size: int, size: int) -> Tensor:
+    """The ``size`` most frequent answer tokens, ascending ids; ties go to the lower id."""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for record in records:
+        answer = record.ids[record.loss_mask.bool()].long()
+        counts += torch.bincount(answer, minlength=vocab_size)
+    order = torch.sort(counts, descending=True, stable=True).indices
+    return order[: min(size, vocab_size)].sort().values
 
 
 def bigram_counts(records: Iterable[HiddenRecord], support: Tensor, vocab_size: int) -> Tensor:

@@ -13,25 +13,12 @@ contains the other), so it needs no special care until :func:`fold_support`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
-from dspark.hidden.record import HiddenRecord
 from dspark.model.draft import DSparkDraft
 
 OUTSIDE_BIAS = -10_000.0
-
-
-def choose_support(records: Iterable[HiddenRecord], vocab_size: int, size: int) -> Tensor:
-    """The ``size`` most frequent answer tokens, ascending ids; ties go to the lower id."""
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for record in records:
-        answer = record.ids[record.loss_mask.bool()].long()
-        counts += torch.bincount(answer, minlength=vocab_size)
-    order = torch.sort(counts, descending=True, stable=True).indices
-    return order[: min(size, vocab_size)].sort().values
 
 
 def clear_spare_rank(draft: DSparkDraft) -> None:

@@ -1,0 +1,1 @@
+"""Models on disk: targets from packages, paths or the hub, and our own draft checkpoints."""
