@@ -1,7 +1,7 @@
 """Where a target's files are: a Python package that ships a GGUF, a path, or a hub id.
 
-The answer is a :class:`TargetFiles`, which transformers can load from and whose hash goes into every
-artifact. Nothing is downloaded for ``package:`` and path sources; a hub id honours
+The answer is a :class:`TargetFiles`, which transformers can load from and whose hash goes into
+every artifact. Nothing is downloaded for ``package:`` and path sources; a hub id honours
 ``HF_HUB_OFFLINE`` and, without a network, fails with the local alternatives named.
 """
 

@@ -167,7 +167,6 @@ class WarmStart(Frozen):
     """Closed-form starts. ``markov``: truncated SVD of bigram counts of the answers."""
 
     markov: bool = False
-    context: bool = False
 
 
 class LossSection(Frozen):

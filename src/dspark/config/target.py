@@ -64,8 +64,8 @@ class TargetConfig(Frozen):
             "attention_bias": family == "qwen2" or bool(raw.get("attention_bias", False)),
         }
         if family == "deepseek_v3":
-            keys = "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim".split()
-            mla = {key: raw[key] for key in keys}
+            keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
+            mla = {key: raw[key] for key in (*keys, "v_head_dim")}
             return cls(
                 attention="mla",
                 num_key_value_heads=heads,
@@ -89,24 +89,46 @@ def _refuse_uncovered(raw: dict[str, Any]) -> None:
         raise ValueError(f"hidden_act {raw['hidden_act']!r} is not covered")
     if raw.get("mlp_bias"):
         raise ValueError("mlp_bias is not covered")
-    if raw.get("use_sliding_window"):
-        raise ValueError("sliding windows are not covered")
-    dense = raw.get("first_k_dense_replace")
-    if dense is not None and dense < raw["num_hidden_layers"]:
-        raise ValueError(f"mixture-of-experts layers from {dense} on are not covered")
+    if raw.get("attention_bias") and raw["model_type"] in {"llama", "qwen3"}:
+        raise ValueError("attention_bias is not covered: it also biases the output projection")
+    others = set(raw.get("layer_types") or ()) - {"full_attention"}
+    if raw.get("use_sliding_window") or others:
+        raise ValueError(f"sliding windows or other layer types are not covered {sorted(others)}")
+    if raw.get("quantization_config"):
+        raise ValueError("quantized weights are not covered")
+    if raw["model_type"] == "deepseek_v3":
+        dense = raw.get("first_k_dense_replace") or 0
+        if dense < raw["num_hidden_layers"]:
+            raise ValueError(f"mixture-of-experts layers from {dense} on are not covered")
 
 
 def _rope(raw: dict[str, Any]) -> RopeParameters:
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     kind = rope.get("rope_type") or rope.get("type") or "default"
     theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
+    if rope.get("partial_rotary_factor") not in {None, 1, 1.0}:
+        raise ValueError("partial_rotary_factor is not covered")
     if kind == "default":
         return RopeParameters(rope_theta=theta)
     if kind != "yarn":
         raise ValueError(f"rope_type {kind!r} is not covered")
-    wanted = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
-    yarn = {key: rope[key] for key in wanted if rope.get(key) is not None}
-    yarn.setdefault("original_max_position_embeddings", raw["max_position_embeddings"])
-    # Absent mscale values mean "no correction", which is what 0 expresses in our formula.
-    scales = {key: float(rope.get(key) or 0.0) for key in ("mscale", "mscale_all_dim")}
-    return RopeParameters(rope_type="yarn", rope_theta=theta, **yarn, **scales)
+    if rope.get("factor") is None or rope.get("attention_factor") or rope.get("truncate") is False:
+        raise ValueError("yarn with attention_factor, truncate: false or no factor is not covered")
+    mscale, all_dim = (float(rope.get(key) or 0.0) for key in ("mscale", "mscale_all_dim"))
+    if bool(mscale) != bool(all_dim):
+        # The family's original code and transformers disagree on what one without the other means.
+        raise ValueError("yarn with only one of mscale and mscale_all_dim is not covered")
+    if not all_dim:
+        # Plain YaRN: rotations scaled by 0.1 ln(factor) + 1, softmax scale as it is.
+        mscale = 1.0
+    length = rope.get("original_max_position_embeddings") or raw["max_position_embeddings"]
+    return RopeParameters(
+        rope_type="yarn",
+        rope_theta=theta,
+        factor=float(rope["factor"]),
+        original_max_position_embeddings=int(length),
+        beta_fast=float(rope.get("beta_fast") or 32.0),
+        beta_slow=float(rope.get("beta_slow") or 1.0),
+        mscale=mscale,
+        mscale_all_dim=all_dim,
+    )

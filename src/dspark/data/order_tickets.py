@@ -22,19 +22,15 @@ from dspark.errors import DataError
 
 SYSTEM = "Turn each order into JSON."
 
-CUSTOMERS = (
-    "Tom Mia Sam Ana Ben Lily Jack Emma Rosa Omar Nina Paul Vera Hugo Iris Leon Maya Noah Olga Pete "
-    "Ruth Seth Tina Uma Walt Yara Zoe Adam Beth Carl Dora Eric Fay Gus Hana Ivan Jane Kurt Lena Max"
-).split()
-CITIES = (
-    "Lima Oslo Paris Cairo Quito Delhi Rome Kyoto Berlin Madrid Lisbon Vienna Prague Dublin Athens "
-    "Boston Denver Austin Miami Seoul Tokyo Sydney Perth Bogota Havana Tunis Dakar Accra Riga Turin"
-).split()
-ITEMS = (
-    "apples pencils marbles books cookies stickers lamps chairs tables mugs plates spoons towels "
-    "candles baskets brushes pillows blankets boxes bottles buttons ribbons hats scarves gloves "
-    "belts clocks mirrors kettles pans"
-).split()
+CUSTOMERS = tuple(
+    ["Tom", "Mia", "Sam", "Ana", "Ben", "Lily", "Jack", "Emma", "Rosa", "Omar", "Nina", "Paul", "Vera", "Hugo", "Iris", "Leon", "Maya", "Noah", "Olga", "Pete", "Ruth", "Seth", "Tina", "Uma", "Walt", "Yara", "Zoe", "Adam", "Beth", "Carl", "Dora", "Eric", "Fay", "Gus", "Hana", "Ivan", "Jane", "Kurt", "Lena", "Max"]
+)
+CITIES = tuple(
+    ["Lima", "Oslo", "Paris", "Cairo", "Quito", "Delhi", "Rome", "Kyoto", "Berlin", "Madrid", "Lisbon", "Vienna", "Prague", "Dublin", "Athens", "Boston", "Denver", "Austin", "Miami", "Seoul", "Tokyo", "Sydney", "Perth", "Bogota", "Havana", "Tunis", "Dakar", "Accra", "Riga", "Turin"]
+)
+ITEMS = tuple(
+    ["apples", "pencils", "marbles", "books", "cookies", "stickers", "lamps", "chairs", "tables", "mugs", "plates", "spoons", "towels", "candles", "baskets", "brushes", "pillows", "blankets", "boxes", "bottles", "buttons", "ribbons", "hats", "scarves", "gloves", "belts", "clocks", "mirrors", "kettles", "pans"]
+)
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
 PHRASINGS = (
@@ -42,7 +38,7 @@ PHRASINGS = (
     "Send {quantity} {item} to {customer} in {city} on {day}. Each costs {price} dollars.",
     "{quantity} {item} for {customer}, {city}, {day} delivery, {price} dollars each.",
     "Please deliver {quantity} {item} to {customer} in {city} on {day} at {price} dollars each.",
-    "On {day} we ship {quantity} {item} to {city} for {customer}. The price is {price} dollars each.",
+    "On {day} ship {quantity} {item} to {city} for {customer}. The price is {price} dollars each.",
     "{customer} wants {quantity} {item} by {day}. Ship to {city}. Price: {price} dollars each.",
     "New order: {quantity} {item}, {price} dollars each, for {customer} in {city}, due {day}.",
     "{day}: {customer} ({city}) needs {quantity} {item}. We charge {price} dollars each.",

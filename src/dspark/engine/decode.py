@@ -13,36 +13,19 @@ The plain arm is the same loop with nothing drafted, so speed-ups compare one en
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from dspark.decoding.acceptance import AcceptanceCounter, StepCount, trim_at_end
+from dspark.decoding.request import Generation, TokenKind
 from dspark.decoding.sampling import RandomStreams, SamplingParams, sample, target_probabilities
 from dspark.decoding.verify import Rule, check_modes, decide, decide_greedy
 from dspark.engine.drafter import Drafter
 from dspark.errors import DecodingError
 from dspark.model.cache import Span
 from dspark.model.target import Target
-
-TokenKind = Literal["accepted", "bonus", "corrected"]
-
-
-@dataclass
-class Generation:
-    """What one request produced.
-
-    ``ids`` without anything behind the end-of-turn token; ``kinds`` says of each id whether it was
-    drafted and accepted, the bonus of a fully accepted block (or of prefill), or the correction
-    after a rejection.
-    """
-
-    ids: list[int] = field(default_factory=list)
-    kinds: list[TokenKind] = field(default_factory=list)
-    stopped: bool = False
-    counter: AcceptanceCounter | None = None
 
 
 class Decoder:
@@ -124,7 +107,9 @@ class _Request:
         if self.rule == "greedy":
             self._emit([int(logits.argmax())], ["bonus"])
         else:
-            self._emit([self._draw(target_probabilities(logits[0].float(), self.params))], ["bonus"])
+            self._emit(
+                [self._draw(target_probabilities(logits[0].float(), self.params))], ["bonus"]
+            )
 
     def _forward(self, tokens: list[int], start: int, keep: int | None = None) -> Tensor:
         """Target forward at ``start``; context rows of the first ``keep`` tokens are written."""
@@ -162,7 +147,7 @@ class _Request:
         accepted, following = self._verify(final, draft.ids, draft.probs)
         self._write_rows(anchor_at, accepted + 1)
         assert self.out.counter is not None
-        self.out.counter.add(StepCount(self.drafter.block_size, admitted, accepted))
+        self.out.counter.add(StepCount(admitted, admitted, accepted))
         last: TokenKind = "bonus" if accepted == admitted else "corrected"
         return self._emit([*draft.ids[:accepted], following], ["accepted"] * accepted + [last])
 

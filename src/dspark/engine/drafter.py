@@ -92,9 +92,7 @@ class Drafter:
         context = [layer[:, :position] for layer in rows.layers]
         return self.draft.backbone(ids, positions.unsqueeze(0), context, None, absorbed=True)[0]
 
-    def draft_block(
-        self, anchor: int, position: int, rows: DraftRows
-    ) -> tuple[Tensor, Tensor]:
+    def draft_block(self, anchor: int, position: int, rows: DraftRows) -> tuple[Tensor, Tensor]:
         """(states [K, H], base logits [K, V']) before the Markov head."""
         states = self.draft_states(anchor, position, rows)
         return states, self.head(states)

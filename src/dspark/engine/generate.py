@@ -11,34 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dspark.decoding.sampling import RandomStreams, SamplingParams, sample, target_probabilities
+from dspark.decoding.request import FinishReason, GenerationRequest, GenerationResult
+from dspark.decoding.sampling import RandomStreams, sample, target_probabilities
 from dspark.model.cache import RowCache, Span, shared_prefix
 from dspark.model.target import Target
-
-FinishReason = Literal["stop", "length"]
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """Prompt ids and how to answer them."""
-
-    id: str
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-
-
-@dataclass(frozen=True)
-class GenerationResult:
-    """Generated ids, the end-of-turn token included when ``finish_reason`` is ``stop``."""
-
-    id: str
-    ids: tuple[int, ...]
-    finish_reason: FinishReason
 
 
 @dataclass
@@ -75,7 +55,8 @@ class BatchGenerator:
     ) -> None:
         """Answer all requests, calling ``on_result`` as each finishes (in completion order)."""
         queue = deque(sorted(requests, key=lambda r: len(r.prompt_ids)))
-        batch = min(self.batch_size, len(queue))
+        # The transformers adapter cannot decode sequences at different positions together.
+        batch = min(self.batch_size if self.target.supports_ragged else 1, len(queue))
         cache: RowCache = self.target.new_cache(batch, self.capacity)
         self._run_prefix(requests)
         slots: list[_Slot | None] = [None] * batch

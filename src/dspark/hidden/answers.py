@@ -55,7 +55,8 @@ def read_answers(path: Path) -> list[Answer]:
     number = 0
     try:
         with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
+            for line in file:
+                number += 1
                 answers.append(Answer.model_validate(json.loads(line)))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, ValidationError) as error:
         raise DataError(

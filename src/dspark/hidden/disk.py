@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from dspark.artifacts import atomic_write
+from dspark.artifacts.storage import PARTIAL
 from dspark.errors import DamagedArtifactError, DataError
 from dspark.hidden.record import HiddenRecord
 
@@ -29,7 +30,7 @@ class DiskStore:
         self.folder = folder
 
     def _path(self, record_id: str) -> Path:
-        if not record_id or "/" in record_id or record_id.startswith("."):
+        if not record_id or record_id.startswith(".") or {"/", "\0"} & set(record_id):
             raise DataError(
                 expected="a record id usable as a file name",
                 found=repr(record_id),
@@ -61,15 +62,18 @@ class DiskStore:
             with safe_open(str(path), framework="pt") as file:
                 meta = json.loads((file.metadata() or {})["record"])
                 tensors = {name: file.get_tensor(name) for name in _TENSORS}
-        except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
+            meta["layer_ids"] = tuple(meta["layer_ids"])
+            if meta["id"] != record_id:
+                raise ValueError(f"the record of {meta['id']!r}")
+            record = HiddenRecord(**meta, **tensors)
+        except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
             raise DamagedArtifactError(
                 expected="a readable hidden record",
                 found=f"{type(error).__name__}: {error}",
                 where=str(path),
                 fix="Delete this file and run capture again: only missing records are redone.",
             ) from error
-        meta["layer_ids"] = tuple(meta["layer_ids"])
-        return HiddenRecord(**meta, **tensors).check()
+        return record.check()
 
     def ids(self) -> list[str]:
         """Ids of complete records, sorted."""
@@ -84,7 +88,7 @@ class DiskStore:
     def gc(self) -> int:
         """Remove temporary files a killed writer left; return how many."""
         removed = 0
-        for path in self.folder.glob(".*"):
+        for path in self.folder.glob(PARTIAL):
             with contextlib.suppress(OSError):
                 os.unlink(path)
                 removed += 1

@@ -69,6 +69,11 @@ class HiddenRecord:
         for name in ("taps", "final"):
             if not bool(torch.isfinite(getattr(self, name)).all()):
                 raise _damaged(self.id, f"finite {name}", "NaN or infinity")
+        supervised = self.loss_mask.bool()
+        if not bool(torch.isfinite(self.log_z[supervised]).all()):
+            raise _damaged(self.id, "a finite log_z all over the answer", "NaN or infinity")
+        if bool((self.greedy[supervised] < 0).any()):
+            raise _damaged(self.id, "the target's own token all over the answer", "none (-1)")
         return self
 
 

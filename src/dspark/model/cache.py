@@ -121,7 +121,8 @@ def shared_prefix(sequences: Sequence[Sequence[int]], least: int = 16) -> int:
     """
     if len(sequences) < 2:
         return 0
-    low, high = min(sequences), max(sequences)
+    ordered = sorted(list(s) for s in sequences)
+    low, high = ordered[0], ordered[-1]
     length = 0
     for a, b in zip(low, high, strict=False):
         if a != b:

@@ -71,7 +71,9 @@ class DSparkDraft(nn.Module):
         self.config = config
         hidden = config.hidden_size
         taps = len(config.target_layer_ids)
-        self.context_proj: nn.Module = nn.Linear(taps * config.target_hidden_size, hidden, bias=False)
+        self.context_proj: nn.Module = nn.Linear(
+            taps * config.target_hidden_size, hidden, bias=False
+        )
         self.context_norm = RMSNorm(hidden, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
         self.final_norm = RMSNorm(hidden, config.rms_norm_eps)

@@ -14,7 +14,6 @@ from dspark.config.target import TargetConfig
 from dspark.model.cache import RowCache, Span
 from dspark.model.layers import RMSNorm, rotate
 
-
 SHORT = 16  # queries up to which the grouped product beats SDPA on CPU
 
 
@@ -40,11 +39,11 @@ class GroupedAttention(nn.Module):
         rotated = self.heads + self.kv_heads
         qkv = self.qkv_proj(x).unflatten(-1, (rotated + self.kv_heads, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
-            qk = [self.q_norm(qkv[..., : self.heads, :]),
-                  self.k_norm(qkv[..., self.heads : rotated, :])]  # fmt: skip
-            q, k = rotate(qk[0], rotation), rotate(qk[1], rotation)
+            q = rotate(self.q_norm(qkv[..., : self.heads, :]), rotation)
+            k = rotate(self.k_norm(qkv[..., self.heads : rotated, :]), rotation)
         else:
-            q, k = rotate(qkv[..., :rotated, :], rotation).split([self.heads, self.kv_heads], -2)
+            qk = rotate(qkv[..., :rotated, :], rotation)
+            q, k = torch.split(qk, [self.heads, self.kv_heads], -2)
         key, value = k.transpose(1, 2), qkv[..., rotated:, :].transpose(1, 2)
         if cache is not None:
             key, value = cache.append(self.layer, span, key, value)
@@ -67,11 +66,12 @@ class GroupedAttention(nn.Module):
         # Few queries: two products grouped by key head read every key once. SDPA's CPU kernel
         # pads query blocks and measured 5x slower here (batch 64, one query, 181 keys).
         group = self.heads // self.kv_heads
-        grouped = q.unflatten(1, (self.kv_heads, group)).flatten(2, 3) * self.head_dim**-0.5
+        grouped = torch.unflatten(q, 1, (self.kv_heads, group)).flatten(2, 3)
+        grouped = grouped * self.head_dim**-0.5
         scores = torch.matmul(grouped, key.transpose(-1, -2))
         if span.mask is not None:
-            scores = scores.unflatten(2, (group, length))
+            scores = torch.unflatten(scores, 2, (group, length))
             allowed = span.mask if span.mask.dim() == 2 else span.mask.unsqueeze(1)
             scores = scores.masked_fill(~allowed, float("-inf")).flatten(2, 3)
         mixed = torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype), value)
-        return mixed.unflatten(2, (group, length)).flatten(1, 2)
+        return torch.unflatten(mixed, 2, (group, length)).flatten(1, 2)

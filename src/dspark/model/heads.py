@@ -6,7 +6,8 @@ depends on the previous token (paper section 3.1). Three variants of ``m_k``:
 
 - vanilla: ``e = W1[x_{k-1}]``
 - gated: ``sigmoid(G [h_k; e]) * e``
-- rnn: ``(g, c, o) = J [s; e; h_k]``; ``s = sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c)``; ``tanh(o)``
+- rnn: ``(g, c, o) = J [s; e; h_k]``, ``s = sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c)``,
+  ``m = tanh(o)``
 
 Callers multiply ``m`` with ``W2`` themselves, because training fuses that product with the frozen
 lm_head and never holds a whole [rows, vocabulary] tensor.
@@ -39,7 +40,7 @@ class MarkovHead(nn.Module):
         return like.new_zeros(*like.shape[:-1], self.rank)
 
     def step(self, previous: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One slot. previous [...] ids, h [..., H], state [..., r] -> (m, e, state), each [..., r]."""
+        """One slot: previous [...] ids, h [..., H], state [..., r] -> m, e, state, each [..., r]."""
         e: Tensor = self.markov_w1(previous)
         if self.kind == "vanilla":
             return e, e, state
@@ -64,7 +65,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """``w . [h_k ; W1[x_{k-1}]] + b``: logit that draft token k is accepted given its prefix was."""
+    """``w . [h_k ; W1[x_{k-1}]] + b``: logit that token k is accepted given its prefix was."""
 
     def __init__(self, hidden: int, rank: int) -> None:
         super().__init__()

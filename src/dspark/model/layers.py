@@ -50,7 +50,9 @@ class Rope:
     def __init__(self, dim: int, parameters: RopeParameters) -> None:
         self.dim = dim
         self.parameters = parameters
-        base = parameters.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        # On the CPU by name: models are also built under torch.device("meta").
+        exponents = torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim
+        base = parameters.rope_theta**exponents
         self._inverse = 1.0 / base
         self._amplitude = 1.0
         if parameters.rope_type == "yarn":
@@ -71,7 +73,8 @@ class Rope:
         low = max(math.floor(correction(p.beta_fast)), 0)
         high = min(math.ceil(correction(p.beta_slow)), self.dim - 1)
         span = max(high - low, 0.001)
-        ramp = ((torch.arange(self.dim // 2, dtype=torch.float64) - low) / span).clamp(0, 1)
+        steps = torch.arange(self.dim // 2, dtype=torch.float64, device="cpu")
+        ramp = ((steps - low) / span).clamp(0, 1)
         return ramp / (p.factor * base) + (1 - ramp) / base
 
     @property
@@ -91,7 +94,7 @@ class Rope:
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Apply rotations [..., T, d/2] to interleaved pairs of x [..., T, heads, d]."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(torch.unflatten(x.float(), -1, (-1, 2)))
     return torch.view_as_real(pairs * rotation.unsqueeze(-2)).flatten(-2).to(x.dtype)
 
 
@@ -138,7 +141,7 @@ def packed_or_plain(linear: nn.Linear, dtype: torch.dtype) -> nn.Module:
     The operator is private to torch, so it is probed with real numbers rather than trusted.
     """
     weight = linear.weight
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return linear
     try:
         packed = PackedLinear(weight, linear.bias, dtype)

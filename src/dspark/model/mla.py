@@ -68,7 +68,7 @@ class LatentAttention(nn.Module):
         return torch.cat([self.kv_a_layernorm(latent), roped], dim=-1)
 
     def queries(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
-        """(nope part, rotated rope part) of the queries: [B, heads, T, nope], [B, heads, T, rope]."""
+        """Parts of the queries: nope [B, heads, T, nope] and rotated rope [B, heads, T, rope]."""
         d = self.dims
         if d.q_lora is None:
             flat = self.q_proj(x)
@@ -79,7 +79,13 @@ class LatentAttention(nn.Module):
         return nope.transpose(1, 2), rotate(roped, rotation).transpose(1, 2)
 
     def forward(
-        self, x: Tensor, rotation: Tensor, rows: Tensor, mask: Tensor | None, *, causal: bool = False
+        self,
+        x: Tensor,
+        rotation: Tensor,
+        rows: Tensor,
+        mask: Tensor | None,
+        *,
+        causal: bool = False,
     ) -> Tensor:
         """Plain attention of x [B, T, hidden] over latent ``rows`` [B, N, row].
 
@@ -88,7 +94,7 @@ class LatentAttention(nn.Module):
         """
         d = self.dims
         nope, roped = self.queries(x, rotation)
-        latent, shared = rows.split([d.kv_lora, d.rope], -1)
+        latent, shared = torch.split(rows, [d.kv_lora, d.rope], -1)
         expanded = self.kv_b_proj(latent).unflatten(-1, (d.heads, d.nope + d.v)).transpose(1, 2)
         key_nope, value = expanded.split([d.nope, d.v], -1)
         key_rope = shared.unsqueeze(1).expand(-1, d.heads, -1, -1)
@@ -104,24 +110,28 @@ class LatentAttention(nn.Module):
         return mixed
 
     def absorb(self) -> None:
-        """Keep a plain copy of kv_b_proj for :meth:`absorbed`; call before packing linears."""
+        """Keep a plain copy of kv_b_proj for :meth:`absorbed`; needed before packing linears."""
         d = self.dims
-        weight = self.kv_b_proj.weight.detach().view(d.heads, d.nope + d.v, d.kv_lora)
-        self._expansion = weight.clone()
+        weight = self.kv_b_proj.weight.detach()
+        self._expansion = weight.view(d.heads, d.nope + d.v, d.kv_lora).clone()
 
     def absorbed(self, x: Tensor, rotation: Tensor, rows: Tensor, mask: Tensor | None) -> Tensor:
         """Same result as :meth:`forward`, reading rows unexpanded. Inference only."""
         d = self.dims
-        if self._expansion is None:
-            self.absorb()
-        assert self._expansion is not None
-        up_key, up_value = self._expansion.split([d.nope, d.v], dim=1)
+        expansion = self._expansion
+        if isinstance(self.kv_b_proj, nn.Linear):
+            # The live weight: a copy would be stale after a training step or a cast.
+            expansion = self.kv_b_proj.weight.view(d.heads, d.nope + d.v, d.kv_lora)
+        assert expansion is not None, "absorb() must be called before packing"
+        up_key, up_value = torch.split(expansion, [d.nope, d.v], 1)
         nope, roped = self.queries(x, rotation)
         query = torch.cat([torch.matmul(nope, up_key), roped], -1)
         scores = torch.matmul(query, rows.unsqueeze(1).transpose(-1, -2)) * self.scale
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         weights = torch.softmax(scores.float(), dim=-1).to(rows.dtype)
+        if mask is not None:
+            weights = weights.masked_fill(~mask, 0.0)  # a row without keys gives zeros, not NaN
         latent = torch.matmul(weights, rows[..., : d.kv_lora].unsqueeze(1))
         out = torch.matmul(latent, up_value.transpose(-1, -2))
         mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(-2))

@@ -15,11 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dspark.config.architecture import check_layer_ids
 from dspark.config.target import TargetConfig
+from dspark.errors import TargetError
 from dspark.model.cache import RowCache, Span
 from dspark.model.gqa import GroupedAttention
 from dspark.model.layers import RMSNorm, Rope, pack_linears, packed_or_plain
 from dspark.model.mla import LatentAttention, LatentDims
+
+
+# DeepSeek-V3 builds its two latent norms without passing rms_norm_eps: they keep their default.
+LATENT_EPS = 1e-6
 
 
 def hf_hidden_state_index(layer_id: int) -> int:
@@ -29,6 +35,25 @@ def hf_hidden_state_index(layer_id: int) -> int:
     (contract, section 2). Engines that count the same way (vLLM's internal aux layers) use it too.
     """
     return layer_id + 1
+
+
+def checked_layer_ids(ids: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """``ids`` if they may be tapped (none at all is fine: a target that only answers).
+
+    Raises:
+        TargetError: not strictly increasing, or outside ``[0, num_layers - 2]``.
+    """
+    try:
+        if ids:
+            check_layer_ids(ids, num_layers)
+    except ValueError as error:
+        raise TargetError(
+            expected=f"tapped layer ids inside [0, {num_layers - 2}], strictly increasing",
+            found=f"{list(ids)} ({error})",
+            where="target_layer_ids",
+            fix="Choose other layers of this target.",
+        ) from error
+    return ids
 
 
 @dataclass(frozen=True)
@@ -47,8 +72,13 @@ class Target(Protocol):
     vocab_size: int
     max_context: int
     layer_ids: tuple[int, ...]
-    device: torch.device
-    dtype: torch.dtype
+    supports_ragged: bool
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     def new_cache(self, batch: int, capacity: int) -> Any: ...
 
@@ -92,7 +122,7 @@ class LatentTargetAttention(nn.Module):
         self.layer = layer
         self.core = LatentAttention(
             LatentDims(config.hidden_size, config.num_attention_heads, config.q_lora_rank, kv_lora,
-                       nope, rope, v, config.rms_norm_eps),
+                       nope, rope, v, LATENT_EPS),
             config.rope_parameters, bias=config.attention_bias,
         )  # fmt: skip
 
@@ -124,10 +154,12 @@ class TargetLayer(nn.Module):
 class DecoderTarget(nn.Module):
     """Our decoder for GQA and MLA targets; implements :class:`Target`."""
 
+    supports_ragged = True
+
     def __init__(self, config: TargetConfig, layer_ids: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.config = config
-        self.layer_ids = layer_ids
+        self.layer_ids = checked_layer_ids(layer_ids, config.num_hidden_layers)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(TargetLayer(config, i) for i in range(config.num_hidden_layers))
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -155,7 +187,7 @@ class DecoderTarget(nn.Module):
         moves 1 % of greedy tokens. The raw head stays available to the trainer. Returns how many
         linears were packed.
         """
-        self._head = self.lm_head.weight.detach()
+        self._head = self.head_weight()
         self.lm_head, head = nn.Identity(), self.lm_head
         packed = pack_linears(self, dtype or self.dtype)
         self.lm_head = packed_or_plain(head, self.dtype) if isinstance(head, nn.Linear) else head
@@ -163,6 +195,7 @@ class DecoderTarget(nn.Module):
 
     def new_cache(self, batch: int, capacity: int) -> RowCache:
         c = self.config
+        parts: tuple[tuple[int, int], ...]
         if c.attention == "gqa":
             parts = ((c.num_key_value_heads, c.head_dim),) * 2
         else:
@@ -193,4 +226,7 @@ class DecoderTarget(nn.Module):
         return self.embed_tokens.weight.detach()
 
     def head_weight(self) -> Tensor:
-        return self.lm_head.weight.detach() if self._head is None else self._head
+        if self._head is not None:
+            return self._head
+        assert isinstance(self.lm_head, nn.Linear)
+        return self.lm_head.weight.detach()

@@ -19,7 +19,8 @@ def _interleave(weight: Tensor, head_dim: int) -> Tensor:
     """Reorder each head's rows (0..d/2-1, d/2..d-1) to pairs (0, d/2, 1, d/2+1, ...)."""
     half = torch.arange(head_dim // 2)
     order = torch.stack([half, half + head_dim // 2], dim=1).flatten()
-    return weight.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1)
+    heads: Tensor = torch.unflatten(weight, 0, (-1, head_dim))
+    return heads[:, order].flatten(0, 1)
 
 
 class _Taken:
@@ -50,7 +51,7 @@ def target_state(config: TargetConfig, source: Mapping[str, Tensor]) -> dict[str
     take = _Taken(source)
     embedding = take("model.embed_tokens.weight")
     out = {"embed_tokens.weight": embedding, "final_norm.weight": take("model.norm.weight")}
-    tied = config.tie_word_embeddings or "lm_head.weight" not in source
+    tied = config.tie_word_embeddings
     out["lm_head.weight"] = embedding if tied else take("lm_head.weight")
     for i in range(config.num_hidden_layers):
         hf, ours = f"model.layers.{i}.", f"layers.{i}."
@@ -89,7 +90,7 @@ def _gqa(config: TargetConfig, take: _Taken, at: str) -> dict[str, Tensor]:
 
 
 def _mla(config: TargetConfig, take: _Taken, at: str) -> dict[str, Tensor]:
-    """DeepSeek-V3 names are ours; half-split rope parts (``rope_interleave`` false) are permuted."""
+    """DeepSeek-V3 names are ours; half-split rope parts (``rope_interleave`` off) are permuted."""
     names = ["kv_a_proj_with_mqa.weight", "kv_a_layernorm.weight", "kv_b_proj.weight",
              "o_proj.weight"]  # fmt: skip
     if config.q_lora_rank is None:
@@ -104,8 +105,9 @@ def _mla(config: TargetConfig, take: _Taken, at: str) -> dict[str, Tensor]:
     out = {f"core.{name}": take(at + name) for name in names}
     if not config.rope_interleave:
         rope, nope = int(config.qk_rope_head_dim or 0), int(config.qk_nope_head_dim or 0)
-        heads = out["core." + query].unflatten(0, (-1, nope + rope))
-        roped = _interleave(heads[:, nope:].flatten(0, 1), rope).unflatten(0, (-1, rope))
+        heads = torch.unflatten(out["core." + query], 0, (-1, nope + rope))
+        roped = _interleave(heads[:, nope:].flatten(0, 1), rope)
+        roped = torch.unflatten(roped, 0, (-1, rope))
         out["core." + query] = torch.cat([heads[:, :nope], roped], 1).flatten(0, 1)
         for kind in ("weight", "bias") if config.attention_bias else ("weight",):
             key = f"core.kv_a_proj_with_mqa.{kind}"

@@ -8,7 +8,7 @@ mask for every backend.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from dspark.hidden.record import HiddenRecord
 class Blocks:
     """A padded batch. B records, S tokens, A anchors, K slots, L taps, H hidden.
 
+    ``taps``, ``final``, ``log_z``, ``greedy`` and ``ids`` are the records' own, padded to [B, S, ...].
     ``labels`` [B, A, K] token of slot k (position a+k+1); ``previous`` [B, A, K] token at a+k
     (slot 0: the anchor), the Markov head's teacher-forced input; ``source`` [B, A, K] position a+k,
     whose final state gives the target distribution; ``slot_mask`` [B, A, K] slots that count.
@@ -28,6 +29,7 @@ class Blocks:
     taps: Tensor
     final: Tensor
     log_z: Tensor
+    greedy: Tensor
     ids: Tensor
     anchors: Tensor
     keep: Tensor
@@ -36,6 +38,10 @@ class Blocks:
     source: Tensor
     slot_mask: Tensor
     attention: Tensor
+
+    def to(self, device: torch.device) -> Blocks:
+        """The same blocks on ``device``."""
+        return Blocks(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
 
     @property
     def positions(self) -> Tensor:
@@ -59,9 +65,7 @@ def sample_anchors(loss_mask: Tensor, count: int, generator: torch.Generator) ->
     return candidates
 
 
-def visible(
-    anchor: Tensor, query_block: Tensor, key_position: Tensor, key_block: Tensor
-) -> Tensor:
+def visible(anchor: Tensor, query_block: Tensor, key_position: Tensor, key_block: Tensor) -> Tensor:
     """May a block row see a key? ``key_block`` is -1 for context rows.
 
     Context rows strictly before the anchor (the target's state at the anchor does not exist yet
@@ -96,6 +100,7 @@ def build_blocks(records: list[HiddenRecord], anchors: list[Tensor], block_size:
     taps = first.taps.new_zeros(batch, size, *first.taps.shape[1:])
     final = first.final.new_zeros(batch, size, first.final.shape[-1])
     log_z = torch.zeros(batch, size)
+    greedy = torch.full((batch, size), -1)
     ids = torch.zeros(batch, size, dtype=torch.long)
     loss_mask = torch.zeros(batch, size, dtype=torch.bool)
     where = torch.zeros(batch, count, dtype=torch.long)
@@ -103,6 +108,7 @@ def build_blocks(records: list[HiddenRecord], anchors: list[Tensor], block_size:
     for row, (record, chosen) in enumerate(zip(records, anchors, strict=True)):
         n = len(record)
         taps[row, :n], final[row, :n], log_z[row, :n] = record.taps, record.final, record.log_z
+        greedy[row, :n] = record.greedy.long()
         ids[row, :n], loss_mask[row, :n] = record.ids.long(), record.loss_mask.bool()
         where[row, : len(chosen)], keep[row, : len(chosen)] = chosen, True
     slots = torch.arange(block_size)
@@ -117,6 +123,7 @@ def build_blocks(records: list[HiddenRecord], anchors: list[Tensor], block_size:
         taps=taps,
         final=final,
         log_z=log_z,
+        greedy=greedy,
         ids=ids,
         anchors=where,
         keep=keep,

@@ -20,14 +20,20 @@ WINDOW = 8  # batches whose records are sorted by length together
 def split_validation(
     records: Sequence[HiddenRecord], share: int = 24
 ) -> tuple[list[HiddenRecord], list[HiddenRecord]]:
-    """Every ``share``-th record by id is held back for evaluation (at least one, never all)."""
-    ordered = sorted(records, key=lambda r: r.id)
+    """Every ``share``-th record by id is held back for evaluation (at least one, never all).
+
+    Records without an anchor can be neither trained nor measured on and belong to no side.
+
+    Raises:
+        TrainingError: fewer than two records with an anchor.
+    """
+    ordered = sorted((r for r in records if len(eligible(r.loss_mask))), key=lambda r: r.id)
     held = ordered[:: max(2, min(share, len(ordered)))]
     names = {r.id for r in held}
     kept = [r for r in ordered if r.id not in names]
     if not kept:
         raise TrainingError(
-            expected="at least two answers",
+            expected="at least two answers with an anchor",
             found=f"{len(ordered)}",
             where="training data",
             fix="Generate more prompts.",
@@ -58,6 +64,22 @@ def require_anchors(records: Sequence[HiddenRecord]) -> None:
             )
 
 
+def require_normed(records: Sequence[HiddenRecord]) -> None:
+    """Refuse states from before the final norm: their target distribution is another one.
+
+    Raises:
+        TrainingError: names the record.
+    """
+    for record in records:
+        if record.norm_state != "post":
+            raise TrainingError(
+                expected="states after the target's final norm",
+                found=f"norm_state {record.norm_state!r}",
+                where=f"hidden record {record.id}",
+                fix="Apply the target's final norm once (the train stage does).",
+            )
+
+
 class BatchPlan:
     """The order of batches; ``batch(n)`` is the n-th micro-batch of the whole run."""
 
@@ -70,7 +92,7 @@ class BatchPlan:
         block_size: int,
         seed: int,
     ) -> None:
-        self.records = [r for r in records if len(eligible(r.loss_mask))]
+        self.records = list(records)
         self.batch_size = batch_size
         self.num_anchors = num_anchors
         self.block_size = block_size
@@ -87,9 +109,7 @@ class BatchPlan:
         window = self.batch_size * WINDOW
         for start in range(0, len(shuffled), window):
             part = sorted(shuffled[start : start + window], key=lambda i: len(self.records[i]))
-            batches += [
-                part[i : i + self.batch_size] for i in range(0, len(part), self.batch_size)
-            ]
+            batches += [part[i : i + self.batch_size] for i in range(0, len(part), self.batch_size)]
         return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
     def batch(self, number: int) -> Blocks:

@@ -7,6 +7,7 @@ measured history. A killed run loses at most the steps since the last file.
 from __future__ import annotations
 
 import io
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from dspark.artifacts import atomic_write
 from dspark.errors import DamagedArtifactError
 
 FILE = "resume.pt"
+_UNUSABLE = (OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError, EOFError,
+             pickle.UnpicklingError)  # fmt: skip
 
 
 @dataclass
@@ -60,10 +63,12 @@ def load_state(
             raise KeyError("other parameter names")
         with torch.no_grad():
             for name, parameter in parameters.items():
+                if raw["weights"][name].shape != parameter.shape:
+                    raise ValueError(f"{name} has another shape")
                 parameter.copy_(raw["weights"][name])
         optimizer.load_state_dict(raw["optimizer"])
         return TrainingState(**raw["state"])
-    except (OSError, RuntimeError, KeyError, ValueError, TypeError, EOFError) as error:
+    except _UNUSABLE as error:
         raise DamagedArtifactError(
             expected="a training state of this recipe",
             found=f"{type(error).__name__}: {str(error)[:200]}",

@@ -59,7 +59,10 @@ class Evaluator:
         every = torch.cat([t for values in self.taus.values() for t in values])
         full = torch.cat(self.full)
         error = rows["confidence"] - rows["acceptance"]
-        target, p = rows["acceptance"].clamp(1e-6, 1 - 1e-6), rows["confidence"].clamp(1e-6, 1 - 1e-6)
+        target, p = (
+            rows["acceptance"].clamp(1e-6, 1 - 1e-6),
+            rows["confidence"].clamp(1e-6, 1 - 1e-6),
+        )
         bce = -(target * p.log() + (1 - target) * (1 - p).log()).mean()
         return {
             "ce": float(rows["ce"].mean()),

@@ -135,8 +135,17 @@ def draft_loss(
     ce_c, l1_c, conf_c = coefficients
     weight = (rows.weight / denominator).to(rows.h.dtype)
     fused, ce, l1, agree = FusedDraftLoss.apply(
-        rows.h, rows.m, w2, head, rows.t, rows.log_z, rows.labels, weight * ce_c, weight * l1_c, chunk
-    )  # fmt: skip
+        rows.h,
+        rows.m,
+        w2,
+        head,
+        rows.t,
+        rows.log_z,
+        rows.labels,
+        weight * ce_c,
+        weight * l1_c,
+        chunk,
+    )
     stats = RowStats(ce, l1, agree)
     bce = F.binary_cross_entropy_with_logits(
         rows.confidence.float(), stats.acceptance.float(), reduction="none"

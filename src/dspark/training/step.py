@@ -7,7 +7,7 @@ trainer's business. The head and the Markov output matrix may be restricted to a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ def block_states(draft: DSparkDraft, blocks: Blocks) -> Tensor:
     flat = draft.backbone(
         draft.block_ids(anchor_ids).flatten(1), blocks.positions, rows, blocks.attention
     )
-    return flat.unflatten(1, (blocks.anchors.shape[1], -1))
+    return flat.view(*blocks.labels.shape, flat.shape[-1])
 
 
 def training_step(
@@ -115,5 +115,10 @@ def training_step(
             denominator=denominator,
             chunk=chunk,
         )
+    if vocabulary.index is not None:
+        # The loss only sees the support; where the target's own choice lies outside, q is wrong.
+        choice = blocks.greedy[batch_rows, source]
+        reachable = (choice >= 0) & (vocabulary.index[choice.clamp_min(0)] >= 0)
+        stats = replace(stats, agree=stats.agree * reachable)
     slots = torch.arange(mask.shape[-1], device=mask.device).expand(mask.shape)[mask]
     return StepOutput(terms, stats, confidence.detach().float(), slots)

@@ -8,6 +8,7 @@ the run is then fixed, so that the cosine still ends at zero and a resumed run k
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,12 @@ from dspark.errors import TrainingError
 from dspark.hidden.record import HiddenRecord
 from dspark.model.draft import DSparkDraft
 from dspark.training.anchors import Blocks, build_blocks, sample_anchors
-from dspark.training.batches import BatchPlan, require_anchors, split_validation
+from dspark.training.batches import (
+    BatchPlan,
+    require_anchors,
+    require_normed,
+    split_validation,
+)
 from dspark.training.checkpoint import TrainingState, load_state, save_state
 from dspark.training.evaluate import Evaluator
 from dspark.training.loss import slot_weights
@@ -49,6 +55,7 @@ class Trainer:
         support: Tensor | None = None,
     ) -> None:
         require_anchors(records)
+        require_normed(records)
         self.draft, self.section, self.folder = draft, section, folder
         self.training, self.validation = split_validation(records)
         self.vocabulary = Vocabulary.of(head, support, torch.float32)
@@ -96,7 +103,7 @@ class Trainer:
         """Steps that fit ``max_seconds``, from the median time of the first ones."""
         assert self.section.max_seconds is not None
         times = [row["seconds"] for row in state.history["steps"]]
-        gaps = sorted(b - a for a, b in zip(times[1:], times[2:], strict=False))
+        gaps = sorted(b - a for a, b in itertools.pairwise(times[1:]))
         per_step = gaps[len(gaps) // 2]
         fits = int(self.section.max_seconds * (1 - EVAL_RESERVE) / max(per_step, 1e-6))
         return max(state.step + 1, min(state.total, fits))
@@ -117,7 +124,7 @@ class Trainer:
         with self._autocast():
             return training_step(
                 self.draft,
-                blocks,
+                blocks.to(self.device),
                 self.vocabulary,
                 coefficients=coefs,
                 decay=loss.decay,
@@ -164,7 +171,9 @@ class Trainer:
         self, out: StepOutput, denominator: float, coefs: tuple[float, float, float]
     ) -> dict[str, float]:
         """Unweighted loss terms of one micro-batch, in the window's normalisation."""
-        weight = slot_weights(self.block_size, self.section.loss.decay)[out.slots] / denominator
+        decay = self.section.loss.decay
+        per_slot = slot_weights(self.block_size, decay).to(out.slots.device)
+        weight = per_slot[out.slots] / denominator
         confidence = float(out.terms["confidence"].detach()) / coefs[2] if coefs[2] else 0.0
         return {
             "ce": float((out.stats.ce * weight).sum()),
@@ -209,6 +218,8 @@ class Trainer:
             out = self.forward(blocks, (single[0], single[1], single[2]), denominator)
             term = out.terms["confidence" if name == "confidence" else "draft"]
             grads = torch.autograd.grad(term, parameters, allow_unused=True)
-            norms[name] = math.sqrt(sum(float(g.float().square().sum()) for g in grads if g is not None))
+            norms[name] = math.sqrt(
+                sum(float(g.float().square().sum()) for g in grads if g is not None)
+            )
         total = sum(norms.values()) or 1.0
         return {name: value / total for name, value in norms.items()}

@@ -15,7 +15,6 @@ from torch import Tensor
 from dspark.hidden.record import HiddenRecord
 from dspark.model.draft import DSparkDraft
 
-
 MAX_COUNTED = 8192  # tokens of the dense count matrix (256 MiB in fp32)
 
 

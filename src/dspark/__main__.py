@@ -1,0 +1,5 @@
+"""``python -m dspark``."""
+
+from dspark.cli.main import entry
+
+entry()

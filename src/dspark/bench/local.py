@@ -1,0 +1,254 @@
+"""Measuring a draft in this process: acceptance, identity and speed, both arms of one engine.
+
+Every held-out prompt is decoded once by each arm, interleaved; at temperature 0 the texts must be
+identical. Speed is measured on a few prompts per category, plain and draft in turn, several times;
+a repeat's speed is its tokens over its seconds and the figure is the median over repeats. Nothing
+here imports an engine: decoders are handed in.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dspark.bench.results import (
+    ArmSpeed,
+    BenchArm,
+    Piece,
+    PromptGroup,
+    PromptResult,
+    Sample,
+    Speed,
+    SummaryResult,
+)
+from dspark.config.recipe import BenchSection
+from dspark.decoding.acceptance import AcceptanceCounter, bootstrap_interval
+from dspark.decoding.request import Generation, LocalDecoder
+from dspark.decoding.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class BenchPrompt:
+    """A held-out prompt: its text as shown in the report and its ids as decoded."""
+
+    id: str
+    category: str
+    text: str
+    ids: list[int]
+
+
+@dataclass
+class _Repeat:
+    """Tokens and seconds of both arms in one repeat."""
+
+    plain_tokens: int = 0
+    plain_seconds: float = 0.0
+    draft_tokens: int = 0
+    draft_seconds: float = 0.0
+
+    def add(self, other: _Repeat) -> None:
+        self.plain_tokens += other.plain_tokens
+        self.plain_seconds += other.plain_seconds
+        self.draft_tokens += other.draft_tokens
+        self.draft_seconds += other.draft_seconds
+
+
+@dataclass
+class _Measured:
+    """One (category, temperature) before it is turned into JSON."""
+
+    category: str
+    group: PromptGroup
+    temperature: float
+    counter: AcceptanceCounter
+    prompts: list[PromptResult] = field(default_factory=list)
+    per_prompt: list[tuple[int, int]] = field(default_factory=list)
+    tokens: int = 0
+    identical: int = 0
+    repeats: list[_Repeat] = field(default_factory=list)
+    sample: Sample | None = None
+
+
+class LocalBench:
+    """Runs a :class:`BenchSection` over prompts with a plain and a drafting decoder."""
+
+    def __init__(
+        self,
+        plain: LocalDecoder,
+        drafting: LocalDecoder,
+        section: BenchSection,
+        block_size: int,
+        decode_text: Callable[[list[int]], str],
+        workload: Sequence[str],
+        on_prompt: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.plain, self.drafting, self.section = plain, drafting, section
+        self.block_size, self.decode_text, self.workload = block_size, decode_text, workload
+        self.on_prompt = on_prompt
+
+    def decodings(self, prompts: Sequence[BenchPrompt]) -> int:
+        """How often ``on_prompt`` will be called: one call per prompt decoded by both arms."""
+        repeated = sum(len(self._timed(group)) for group in _by_category(prompts).values())
+        once = len(prompts) + repeated * (self.section.repeats - 1)
+        return once * len(self.section.temperatures)
+
+    def run(self, prompts: Sequence[BenchPrompt]) -> tuple[list[BenchArm], list[SummaryResult]]:
+        """All arms, and the pooled rows of ``summary.json``."""
+        measured = [
+            self._measure(category, group, temperature)
+            for temperature in self.section.temperatures
+            for category, group in _by_category(prompts).items()
+        ]
+        return [self._arm(m) for m in measured], self._rows(measured)
+
+    def _timed(self, prompts: Sequence[BenchPrompt]) -> Sequence[BenchPrompt]:
+        return prompts[: self.section.speed_prompts]
+
+    def _measure(
+        self, category: str, prompts: Sequence[BenchPrompt], temperature: float
+    ) -> _Measured:
+        group: PromptGroup = "workload" if category in self.workload else "general"
+        out = _Measured(category, group, temperature, AcceptanceCounter(self.block_size))
+        first = _Repeat()
+        for number, prompt in enumerate(prompts):
+            plain, draft, timing = self._pair(prompt, temperature)
+            if number < self.section.speed_prompts:
+                first.add(timing)
+            self._count(out, prompt, plain, draft)
+        out.repeats.append(first)
+        for _ in range(self.section.repeats - 1):
+            repeat = _Repeat()
+            for prompt in self._timed(prompts):
+                repeat.add(self._pair(prompt, temperature)[2])
+            out.repeats.append(repeat)
+        return out
+
+    def _pair(
+        self, prompt: BenchPrompt, temperature: float
+    ) -> tuple[Generation, Generation, _Repeat]:
+        """One prompt through both arms, one after the other."""
+        params = SamplingParams(
+            temperature=temperature,
+            seed=self.section.seed,
+            max_new_tokens=self.section.max_new_tokens,
+        )
+        start = time.perf_counter()
+        plain = self.plain.generate(prompt.ids, params)
+        middle = time.perf_counter()
+        draft = self.drafting.generate(prompt.ids, params)
+        end = time.perf_counter()
+        self.on_prompt(prompt.id)
+        timing = _Repeat(len(plain.ids), middle - start, len(draft.ids), end - middle)
+        return plain, draft, timing
+
+    def _count(
+        self, out: _Measured, prompt: BenchPrompt, plain: Generation, draft: Generation
+    ) -> None:
+        counter = draft.counter
+        assert counter is not None
+        out.counter.merge(counter)
+        out.tokens += len(draft.ids)
+        out.identical += plain.ids == draft.ids
+        out.per_prompt.append((counter.accepted, counter.steps))
+        length = 1 + counter.accepted / counter.steps if counter.steps else 1.0
+        out.prompts.append(
+            PromptResult(
+                id=prompt.id,
+                acceptance_length=length,
+                steps=counter.steps,
+                tokens=len(draft.ids),
+            )
+        )
+        if out.sample is None:
+            out.sample = self._sample(prompt, draft)
+
+    def _sample(self, prompt: BenchPrompt, draft: Generation) -> Sample:
+        """Text of every token as the difference of two decodings, so that spaces come out right."""
+        pieces, before = [], ""
+        for end, kind in enumerate(draft.kinds, 1):
+            text = self.decode_text(draft.ids[:end])
+            # A token that ends inside a multi-byte character shows as a replacement mark until
+            # the next one completes it; its text is then given to the completing token.
+            if text.endswith("�"):
+                pieces.append(Piece(text="", kind=kind))
+                continue
+            pieces.append(Piece(text=text[len(before) :], kind=kind))
+            before = text
+        return Sample(prompt=prompt.text, pieces=tuple(pieces))
+
+    def _arm(self, m: _Measured) -> BenchArm:
+        steps = max(m.counter.steps, 1)
+        speed = _speed(m.repeats)
+        return BenchArm(
+            category=m.category,
+            group=m.group,
+            temperature=m.temperature,
+            prompt_count=len(m.prompts),
+            acceptance_length=m.counter.acceptance_length,
+            ci95=bootstrap_interval(m.per_prompt, seed=self.section.seed),
+            per_slot_acceptance=tuple(a / steps for a in m.counter.accepted_at),
+            drafted=m.counter.drafted,
+            admitted=m.counter.admitted,
+            accepted=m.counter.accepted,
+            steps=m.counter.steps,
+            tokens=m.tokens,
+            prompts=tuple(m.prompts),
+            tokens_per_second=speed,
+            identical=(m.identical, len(m.prompts)) if m.temperature == 0 else None,
+            sample=m.sample,
+        )
+
+    def _rows(self, measured: list[_Measured]) -> list[SummaryResult]:
+        """Categories of a group pooled: counters, prompts and timings add up."""
+        rows = []
+        keys = dict.fromkeys((m.group, m.temperature) for m in measured)
+        for group, temperature in keys:
+            own = [m for m in measured if (m.group, m.temperature) == (group, temperature)]
+            pairs = [pair for m in own for pair in m.per_prompt]
+            repeats = [_Repeat() for _ in own[0].repeats]
+            for m in own:
+                for total, repeat in zip(repeats, m.repeats, strict=True):
+                    total.add(repeat)
+            speed = _speed(repeats)
+            accepted, steps = (sum(column) for column in zip(*pairs, strict=True))
+            prompts = sum(len(m.prompts) for m in own)
+            rows.append(
+                SummaryResult(
+                    prompts=group,
+                    temperature=temperature,
+                    acceptance_length=1 + accepted / steps,
+                    ci95=bootstrap_interval(pairs, seed=self.section.seed),
+                    tokens_per_second=Speed(plain=speed.plain, draft=speed.draft),
+                    speedup=speed.draft / speed.plain,
+                    identical_to_plain=(sum(m.identical for m in own), prompts)
+                    if temperature == 0
+                    else None,
+                )
+            )
+        return rows
+
+
+def _by_category(prompts: Sequence[BenchPrompt]) -> dict[str, list[BenchPrompt]]:
+    groups: dict[str, list[BenchPrompt]] = {}
+    for prompt in prompts:
+        groups.setdefault(prompt.category, []).append(prompt)
+    return groups
+
+
+def _speed(repeats: list[_Repeat]) -> ArmSpeed:
+    plain = [r.plain_tokens / r.plain_seconds for r in repeats]
+    draft = [r.draft_tokens / r.draft_seconds for r in repeats]
+    return ArmSpeed(
+        plain=statistics.median(plain),
+        draft=statistics.median(draft),
+        plain_repeats=tuple(plain),
+        draft_repeats=tuple(draft),
+    )
+
+
+def as_json(rows: Sequence[Any]) -> list[dict[str, Any]]:
+    """Frozen results as plain dictionaries."""
+    return [row.model_dump(mode="json") for row in rows]

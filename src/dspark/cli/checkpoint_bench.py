@@ -1,0 +1,99 @@
+"""``dspark bench DRAFT_FOLDER``: measure a checkpoint; its provenance names the target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.table import Table
+
+from dspark.artifacts import atomic_json
+from dspark.checkpoint.draft import read_config
+from dspark.checkpoint.target import load_target
+from dspark.cli.console import Screen
+from dspark.cli.stages import bench_draft
+from dspark.config.load import apply_override
+from dspark.config.recipe import BenchSection, FileSource, OrderTicketSource, TargetSection
+from dspark.data.sources import prompts_of
+from dspark.errors import CheckpointError, ConfigError
+
+
+class _Shown:
+    def __init__(self) -> None:
+        self.screen = Screen()
+
+
+def bench_checkpoint(
+    folder: Path, prompts: Path | None, out: Path | None, overrides: list[str]
+) -> None:
+    """Decode ``prompts`` (or eight order tickets) with and without the draft; print a table.
+
+    ``overrides`` are keys of the bench section: ``max_new_tokens=64``.
+
+    Raises:
+        CheckpointError: the checkpoint does not name its target.
+    """
+    _, provenance = read_config(folder)
+    if "target" not in provenance:
+        raise CheckpointError(
+            expected="a provenance that names the target",
+            found="none",
+            where=str(folder / "config.json"),
+            fix="Run `dspark bench` with the recipe that made the draft.",
+        )
+    data: dict[str, object] = {}
+    for override in overrides:
+        apply_override(data, override)
+    try:
+        section = BenchSection.model_validate(data)
+    except ValueError as error:
+        raise ConfigError(
+            expected="keys of the bench section",
+            found=str(error).splitlines()[1].strip() if "\n" in str(error) else str(error),
+            where=" ".join(overrides),
+            fix="For example: max_new_tokens=64 repeats=3",
+        ) from error
+    shown = _Shown()
+    target = load_target(
+        TargetSection(
+            source=provenance["target"],
+            dtype=provenance.get("target_dtype", "float32"),
+            max_context=provenance.get("target_max_context", 2048),
+        )
+    )
+    if prompts is not None:
+        source: FileSource | OrderTicketSource = FileSource(
+            kind="file", path=str(prompts), category="file", held_out=section.prompts_per_category
+        )
+    else:
+        source = OrderTicketSource(kind="order_tickets", held_out=8, seed=1)
+    arms, rows = bench_draft(
+        shown, target, folder, list(prompts_of(source)), section, (source.category,)
+    )
+    table = Table(title=str(folder), title_justify="left")
+    for name in (
+        "T",
+        "acceptance length",
+        "95 %",
+        "plain tok/s",
+        "draft tok/s",
+        "speed-up",
+        "identical",
+    ):
+        table.add_column(name, justify="right")
+    for row in rows:
+        low, high = row["ci95"]
+        same = row["identical_to_plain"]
+        table.add_row(
+            str(row["temperature"]),
+            f"{row['acceptance_length']:.2f}",
+            f"{low:.2f} to {high:.2f}",
+            f"{row['tokens_per_second']['plain']:.1f}",
+            f"{row['tokens_per_second']['draft']:.1f}",
+            f"{row['speedup']:.2f}x",
+            "-" if same is None else f"{same[0]} of {same[1]}",
+        )
+    shown.screen.console.print(table)
+    if out is not None:
+        atomic_json(out, {"results": rows, "arms": arms})
+        shown.screen.console.print(json.dumps(str(out)))

@@ -1,0 +1,60 @@
+"""What a person sees while stages run: one line per stage and a progress bar for the slow parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+
+class Bar:
+    """A running progress bar; ``total`` may change (a trainer that has just timed itself)."""
+
+    def __init__(self, progress: Progress, title: str, total: float | None) -> None:
+        self._progress = progress
+        self._task = progress.add_task(title, total=total, note="")
+
+    def advance(self, amount: float = 1) -> None:
+        self._progress.advance(self._task, amount)
+
+    def set(self, done: float, total: float, note: str = "") -> None:
+        self._progress.update(self._task, completed=done, total=total, note=note)
+
+    def note(self, text: str) -> None:
+        self._progress.update(self._task, note=text)
+
+
+class Screen:
+    """Prints stages and bars; plain lines when the output is not a terminal."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
+
+    def stage(self, name: str, text: str) -> None:
+        self.console.print(f"[bold]{name:>10}[/]  {text}", highlight=False)
+
+    @contextmanager
+    def bar(self, title: str, total: float | None) -> Iterator[Bar]:
+        progress = Progress(
+            TextColumn(" " * 10),
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[note]}"),
+            console=self.console,
+        )
+        with progress:
+            yield Bar(progress, title, total)

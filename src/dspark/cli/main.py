@@ -1,0 +1,160 @@
+"""The command ``dspark``: ``dspark VERB RECIPE.yaml key=value``.
+
+This module imports neither torch nor transformers, so ``--help`` answers at once; verbs import what
+they need when they run. Errors made on purpose print their four parts and set the exit code;
+Ctrl-C says how to resume. A traceback is a bug.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dspark import __version__
+from dspark.errors import DSparkError
+
+app = typer.Typer(
+    name="dspark",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train, prove and measure DSpark drafts: small models that make large ones decode faster.",
+    epilog="Start with: dspark run recipes/quickstart.yaml",
+)
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe YAML.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides: train.learning_rate=1e-3"),
+]
+Plan = Annotated[
+    bool, typer.Option("--plan", help="Print rows, bytes, memory and rough time; run nothing.")
+]
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"dspark {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Options that belong to no verb."""
+
+
+def _stages(recipe: Path, overrides: list[str] | None, plan: bool, last: str, only: bool) -> None:
+    from dspark.config.load import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    command = " ".join(["dspark", last if only else "run", str(recipe), *(overrides or [])])
+    from dspark.cli.pipeline import Pipeline
+
+    pipeline = Pipeline(loaded, command)
+    if plan:
+        pipeline.plan(last, only=only)
+    else:
+        pipeline.run(last, only=only)
+
+
+@app.command()
+def run(recipe: RecipePath, overrides: Overrides = None, plan: Plan = False) -> None:
+    """Run every stage, skipping finished ones, and write the report."""
+    _stages(recipe, overrides, plan, "report", only=False)
+
+
+@app.command()
+def prompts(recipe: RecipePath, overrides: Overrides = None, plan: Plan = False) -> None:
+    """Make the prompts: sources, duplicates out, too long ones out, splits apart."""
+    _stages(recipe, overrides, plan, "prompts", only=True)
+
+
+@app.command()
+def regenerate(recipe: RecipePath, overrides: Overrides = None, plan: Plan = False) -> None:
+    """Have the target answer the training prompts itself (on-policy)."""
+    _stages(recipe, overrides, plan, "answers", only=True)
+
+
+@app.command()
+def capture(recipe: RecipePath, overrides: Overrides = None, plan: Plan = False) -> None:
+    """Replay the answers through the target and store its hidden states."""
+    _stages(recipe, overrides, plan, "states", only=True)
+
+
+@app.command()
+def train(recipe: RecipePath, overrides: Overrides = None, plan: Plan = False) -> None:
+    """Prove the states, train the draft and write its checkpoint."""
+    _stages(recipe, overrides, plan, "draft", only=True)
+
+
+@app.command()
+def bench(
+    source: Annotated[
+        Path, typer.Argument(metavar="RECIPE|DRAFT", help="A recipe, or a draft checkpoint folder.")
+    ],
+    overrides: Overrides = None,
+    plan: Plan = False,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="JSON Lines of prompts (messages, turns or prompt) for a draft folder."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write the figures as JSON.")] = None,
+) -> None:
+    """Measure acceptance, identity and speed against the plain arm of the same engine."""
+    if source.is_dir():
+        from dspark.cli.checkpoint_bench import bench_checkpoint
+
+        bench_checkpoint(source, prompts, out, overrides or [])
+        return
+    _stages(source, overrides, plan, "bench", only=True)
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="An artifact or draft folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Recompute every hash.")] = False,
+) -> None:
+    """Show what an artifact is, where it came from, and whether it is whole."""
+    from dspark.cli.inspect import inspect_path
+
+    inspect_path(path, as_json=as_json, deep=deep)
+
+
+def _print_error(error: DSparkError) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, soft_wrap=True)
+    rows = [("Error", error.where), ("expected", error.expected), ("found", error.found)]
+    for label, text in [*rows, ("what to do", error.fix)]:
+        console.print(
+            Text(f"{label:>11}  ", style="bold red" if label == "Error" else "bold"), end=""
+        )
+        console.print(Text(text))
+
+
+def entry(arguments: list[str] | None = None) -> Any:
+    """Console entry point; returns only through ``SystemExit``."""
+    try:
+        app(args=arguments, standalone_mode=True)
+    except DSparkError as error:
+        if os.environ.get("DSPARK_TRACEBACK"):
+            raise
+        _print_error(error)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        typer.echo("\nInterrupted. Run the same command again to resume.", err=True)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    entry()

@@ -1,0 +1,78 @@
+"""Who made this draft, from what: the ``dspark_provenance`` block, versions and the machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dspark import __version__
+from dspark.artifacts import MANIFEST, sha256_file
+from dspark.data.chat import template_hash
+
+if TYPE_CHECKING:
+    from dspark.checkpoint.target import LoadedTarget
+    from dspark.cli.pipeline import Pipeline
+    from dspark.training.stage import TrainedDraft
+
+
+def draft_provenance(p: Pipeline, target: LoadedTarget, trained: TrainedDraft) -> dict[str, Any]:
+    """Everything a later command or another engine needs to check before trusting the draft."""
+    last = trained.history["evals"][-1]
+    return {
+        "tool": f"dspark {__version__}",
+        "target": p.recipe.target.source,
+        "target_revision": p.recipe.target.revision or target.files.revision,
+        "target_weights_hash": target.files.weights_hash(),
+        "target_dtype": p.recipe.target.dtype,
+        "target_max_context": p.recipe.target.max_context,
+        "template_hash": template_hash(target.tokenizer),
+        "norm_state": "post",
+        "tapped_stream": "residual after each decoder layer",
+        "states_dtype": p.recipe.capture.dtype,
+        "data_manifest_sha256": sha256_file(p.folder("states") / MANIFEST)[1],
+        "draft_vocabulary_size": trained.support_size,
+        "self_test": {"states": trained.agreement.states, "order": trained.agreement.order},
+        "expected_acceptance": {"teacher_forced_tau": last["tau_all"]},
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions that decide the figures."""
+    names = ("torch", "transformers", "safetensors", "numpy")
+    found = {name: importlib.metadata.version(name) for name in names}
+    return {"dspark": __version__, "python": platform.python_version(), **found}
+
+
+def machine() -> dict[str, str | int | float]:
+    """Device the figures were measured on."""
+    import torch
+
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                name = line.split(":", 1)[1].strip()
+                break
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name(0)
+    return {"device": name, "cores": os.cpu_count() or 1, "threads": torch.get_num_threads()}
+
+
+def commit() -> str | None:
+    """Short commit of the source checkout this runs from, None when it is not one."""
+    try:
+        out = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return out.stdout.strip() or None

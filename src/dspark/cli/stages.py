@@ -1,0 +1,232 @@
+"""What each stage does: reads its parents, hands engines to library code, returns its counts.
+
+The library code below knows nothing of recipes' folders or progress bars; this file knows nothing
+of tensors beyond passing them on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dspark.artifacts import Kind, atomic_json
+from dspark.bench.local import BenchPrompt, LocalBench, as_json
+from dspark.capture.embedded import capture
+from dspark.checkpoint.draft import load_draft, save_draft
+from dspark.checkpoint.target import LoadedTarget
+from dspark.cli.pipeline import Pipeline, StageResult
+from dspark.cli.provenance import draft_provenance
+from dspark.cli.report import write_report_files
+from dspark.config.recipe import BenchSection
+from dspark.config.resolve import TargetShape, draft_config, layer_ids
+from dspark.data.chat import check_mask_token, end_of_turn_ids, prompt_ids
+from dspark.data.prompt import Prompt
+from dspark.data.prompts import build_prompts, read_prompts, write_prompts
+from dspark.data.regenerate import ANSWERS, regenerate
+from dspark.decoding.verify import check_modes
+from dspark.engine.decode import Decoder
+from dspark.engine.drafter import Drafter
+from dspark.engine.generate import BatchGenerator
+from dspark.hidden.answers import read_answers
+from dspark.hidden.disk import DiskStore
+from dspark.training.checkpoint import FILE as RESUME_FILE
+from dspark.training.stage import TargetParts, train_draft
+
+PROMPTS = "prompts.jsonl"
+STATES = "records"
+
+
+def target_shape(target: LoadedTarget) -> TargetShape:
+    """The sizes a draft depends on, from the target's own config."""
+    raw = target.hf_model.config.get_text_config()
+    return TargetShape(
+        hidden_size=target.hidden_size,
+        intermediate_size=int(getattr(raw, "intermediate_size", 4 * target.hidden_size)),
+        num_hidden_layers=target.num_layers,
+        num_attention_heads=int(raw.num_attention_heads),
+        vocab_size=target.vocab_size,
+        max_position_embeddings=target.max_context,
+        rms_norm_eps=float(getattr(raw, "rms_norm_eps", 1e-5)),
+    )
+
+
+def end_ids(target: LoadedTarget) -> frozenset[int]:
+    """Token ids that end an answer."""
+    return frozenset(end_of_turn_ids(target.tokenizer, list(target.end_ids) or None))
+
+
+def run_prompts(p: Pipeline, folder: Path) -> StageResult:
+    """Sources -> ``prompts.jsonl``; the recipe's mask token is checked here, before any work."""
+    target = p.target
+    config = draft_config(p.recipe.draft, target_shape(target))
+    check_mask_token(target.tokenizer, config.mask_token_id, config.vocab_size, end_ids(target))
+    check_modes(p.recipe.bench.verification, p.recipe.bench.draft_sample_method, 1.0)
+    with p.screen.bar("making prompts", None) as bar:
+
+        def count(messages: list[dict[str, str]]) -> int:
+            bar.advance()
+            return len(prompt_ids(target.tokenizer, messages))
+
+        prompts, report = build_prompts(p.recipe.prompts, count)
+    write_prompts(folder / PROMPTS, prompts)
+    atomic_json(folder / "report.json", report.model_dump(mode="json"))
+    counts = {split: sum(q.split == split for q in prompts) for split in ("train", "held_out")}
+    line = f"{counts['train']} to train on, {counts['held_out']} held out"
+    return StageResult(counts, {}, line)
+
+
+def run_answers(p: Pipeline, folder: Path) -> StageResult:
+    """The target answers the training prompts."""
+    target, section = p.target, p.recipe.regenerate
+    prompts = [q for q in read_prompts(p.folder("prompts") / PROMPTS) if q.split == "train"]
+    rows = [(q.id, q.category, prompt_ids(target.tokenizer, q.messages)) for q in prompts]
+    longest = max((len(ids) for _, _, ids in rows), default=0)
+    engine = BatchGenerator(
+        target.build(layer_ids(p.recipe.draft, target.num_layers), section.precision),
+        end_ids(target),
+        section.batch_size,
+        longest + section.max_new_tokens,
+    )
+    with p.screen.bar("target answers", len(rows)) as bar:
+        report = regenerate(rows, engine, section, folder, bar.advance)
+    counts = {"answers": report.answers, "tokens": report.tokens}
+    notes = {
+        "finish_reasons": report.finish_reasons,
+        "dropped_truncated": report.dropped_truncated,
+        "dropped_empty": report.dropped_empty,
+    }
+    cut = report.finish_reasons.get("length", 0)
+    line = f"{report.answers} answers, {report.tokens:,} tokens, {cut} cut at max_new_tokens"
+    return StageResult(counts, notes, line)
+
+
+def run_states(p: Pipeline, folder: Path) -> StageResult:
+    """Answers replayed: hidden records."""
+    target, section = p.target, p.recipe.capture
+    answers = read_answers(p.folder("answers") / ANSWERS)
+    (folder / STATES).mkdir(exist_ok=True)
+    store = DiskStore(folder / STATES)
+    store.gc()
+    model = target.build(layer_ids(p.recipe.draft, target.num_layers), section.precision)
+    total = sum(len(a.ids) for a in answers)
+    with p.screen.bar("hidden states (tokens)", total) as bar:
+        capture(
+            model,
+            answers,
+            store,
+            batch_tokens=section.batch_tokens,
+            dtype=getattr(torch, section.dtype),
+            on_tokens=bar.advance,
+        )
+    health = store.health()
+    notes = {"layer_ids": list(model.layer_ids), "norm_state": "post", "dtype": section.dtype}
+    line = f"{health['records']} records, {total:,} tokens, {health['bytes'] / 1e9:.2f} GB"
+    return StageResult({**health, "tokens": total}, notes, line)
+
+
+def run_draft(p: Pipeline, folder: Path) -> StageResult:
+    """Hidden records -> checkpoint with provenance, and ``training.json``."""
+    target = p.target
+    store = DiskStore(p.folder("states") / STATES)
+    records = [store.get(i) for i in store.ids()]
+    config = draft_config(p.recipe.draft, target_shape(target))
+    model = target.build(config.target_layer_ids)
+    parts = TargetParts(model.head_weight().float(), model.embedding_weight(), model.norm)
+    with p.screen.bar("training steps", None) as bar:
+
+        def on_step(step: int, total: int, row: dict[str, Any]) -> None:
+            bar.set(step, total, f"ce {row['ce']:.2f}  l1 {row['l1']:.2f}")
+
+        trained = train_draft(
+            config,
+            parts,
+            records,
+            p.recipe.train,
+            folder,
+            vocabulary_size=p.recipe.draft.vocabulary_size,
+            on_step=on_step,
+            on_note=lambda text: p.screen.console.print(f"{'':>12}{text}", highlight=False),
+        )
+    provenance = draft_provenance(p, target, trained)
+    save_draft(folder, trained.draft, provenance, target.dtype)
+    atomic_json(folder / "training.json", trained.history)
+    (folder / RESUME_FILE).unlink(missing_ok=True)
+    last = trained.history["evals"][-1]
+    steps = trained.history["steps"][-1]["step"]
+    line = f"{steps} steps, teacher-forced acceptance length {last['tau_all']:.2f}: {folder}"
+    counts = {"steps": steps, "trainable_parameters": trained.parameters}
+    return StageResult(counts, {"tau": last["tau_all"]}, line)
+
+
+def run_bench(p: Pipeline, folder: Path) -> StageResult:
+    """Held-out prompts through both arms; writes ``bench.json`` and the headline rows."""
+    prompts = [q for q in read_prompts(p.folder("prompts") / PROMPTS) if q.split == "held_out"]
+    arms, rows = bench_draft(
+        p, p.target, p.folder("draft"), prompts, p.recipe.bench, p.recipe.prompts.workload
+    )
+    atomic_json(folder / "bench.json", {"arms": arms})
+    atomic_json(folder / "results.json", rows)
+    told = [
+        f"{row['prompts']} T={row['temperature']}: {row['acceptance_length']:.2f}, "
+        f"{row['speedup']:.2f}x"
+        for row in rows
+    ]
+    return StageResult({"prompts": len(prompts)}, {}, "; ".join(told))
+
+
+def bench_draft(
+    p: Any,
+    target: LoadedTarget,
+    checkpoint: Path,
+    prompts: list[Prompt],
+    section: BenchSection,
+    workload: tuple[str, ...],
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Measure ``checkpoint`` on ``prompts``: (arms, summary rows) as plain JSON. ``p`` shows it."""
+    draft, _ = load_draft(checkpoint, dtype=target.dtype, device=target.device)
+    model = target.build(draft.config.target_layer_ids)
+    drafter = Drafter(draft, model.head_weight())
+    ends = end_ids(target)
+    modes: dict[str, Any] = {
+        "verification": section.verification,
+        "draft_sample_method": section.draft_sample_method,
+    }
+    rows = []
+    for category in dict.fromkeys(q.category for q in prompts):
+        own = [q for q in prompts if q.category == category][: section.prompts_per_category]
+        rows += [
+            BenchPrompt(
+                q.id,
+                q.category,
+                q.messages[-1]["content"],
+                prompt_ids(target.tokenizer, q.messages),
+            )
+            for q in own
+        ]
+    with p.screen.bar("prompts, both arms", None) as bar:
+        bench = LocalBench(
+            Decoder(model, None, ends),
+            Decoder(model, drafter, ends, **modes),
+            section,
+            draft.config.block_size,
+            lambda ids: str(target.tokenizer.decode(ids)),
+            workload,
+            lambda _: bar.advance(),
+        )
+        bar.set(0, bench.decodings(rows))
+        arms, summary = bench.run(rows)
+    return as_json(arms), as_json(summary)
+
+
+RUNNERS: dict[Kind, Callable[[Pipeline, Path], StageResult]] = {
+    "prompts": run_prompts,
+    "answers": run_answers,
+    "states": run_states,
+    "draft": run_draft,
+    "bench": run_bench,
+}
+
+__all__ = ["RUNNERS", "bench_draft", "write_report_files"]

@@ -1,0 +1,120 @@
+"""The train stage: from hidden records to a finished draft.
+
+Order matters and is the same every time: prove the states (self-test), choose the draft
+vocabulary, initialise, warm-start, train, fold the vocabulary into the spare Markov rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dspark.config.architecture import DraftConfig
+from dspark.config.recipe import TrainSection
+from dspark.errors import TrainingError
+from dspark.hidden.record import HiddenRecord
+from dspark.model.draft import DSparkDraft
+from dspark.model.init import initialise
+from dspark.model.support import clear_spare_rank, fold_support
+from dspark.training.selftest import Agreement, require_sound_states
+from dspark.training.trainer import OnStep, Trainer
+from dspark.training.warmstart import choose_support, warm_start_markov
+
+
+@dataclass(frozen=True)
+class TargetParts:
+    """What training borrows from the target: lm_head [V, H], embedding [V, H] and final norm."""
+
+    head: Tensor
+    embedding: Tensor
+    norm: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class TrainedDraft:
+    """A finished draft, its history (``training.json``) and what was found on the way."""
+
+    draft: DSparkDraft
+    history: dict[str, list[dict[str, Any]]]
+    agreement: Agreement
+    support_size: int
+    parameters: int
+
+
+def train_draft(
+    config: DraftConfig,
+    target: TargetParts,
+    records: Sequence[HiddenRecord],
+    section: TrainSection,
+    folder: Path,
+    *,
+    vocabulary_size: int | None,
+    on_step: OnStep = lambda *_: None,
+    on_note: Callable[[str], None] = lambda _: None,
+) -> TrainedDraft:
+    """Train one draft; resumes from ``folder`` when a training state lies there.
+
+    Raises:
+        TrainingError: records do not fit the config, or the loss became non-finite.
+        SelfTestError: the states are not the target's.
+    """
+    _require_layers(config, records)
+    agreement = require_sound_states(records, target.head, target.norm)
+    on_note(
+        f"self-test: states {agreement.states:.2%} of {agreement.states_positions}, "
+        f"order {agreement.order:.2%} of {agreement.order_positions} positions"
+    )
+    records = [_after_norm(record, target) for record in records]
+    draft = initialise(DSparkDraft(config), target.embedding, section.seed)
+    support = None
+    if vocabulary_size is not None:
+        support = choose_support(records, config.vocab_size, vocabulary_size)
+        clear_spare_rank(draft)
+    if section.warm_start.markov:
+        warm_start_markov(draft, records, support)
+    draft = draft.to(target.head.device)
+    trainer = Trainer(draft, target.head, records, section, folder, support)
+    history = trainer.run(on_step)
+    if support is not None:
+        fold_support(draft, support)
+    trainable = sum(p.numel() for p in draft.parameters() if p.requires_grad)
+    size = config.vocab_size if support is None else len(support)
+    return TrainedDraft(draft.eval(), history, agreement, size, trainable)
+
+
+def _require_layers(config: DraftConfig, records: Sequence[HiddenRecord]) -> None:
+    """Layer ids travel with every record; one off by one here costs most of the acceptance."""
+    for record in records:
+        if record.layer_ids != config.target_layer_ids:
+            raise TrainingError(
+                expected=f"states of layers {list(config.target_layer_ids)}",
+                found=f"states of layers {list(record.layer_ids)}",
+                where=f"hidden record {record.id}",
+                fix="Capture again with this recipe.",
+            )
+
+
+@torch.no_grad()
+def _after_norm(record: HiddenRecord, target: TargetParts) -> HiddenRecord:
+    """The record with its final norm applied; the loss only ever sees normed states."""
+    if record.norm_state == "post":
+        return record
+    h = record.final.to(target.head.device, target.head.dtype)
+    final = target.norm(h).to("cpu", record.final.dtype)
+    return replace(record, final=final, norm_state="post")
+
+
+@torch.inference_mode()
+def support_coverage(records: Sequence[HiddenRecord], support: Tensor) -> float:
+    """Share of answer tokens that lie in the draft vocabulary."""
+    inside = total = 0
+    for record in records:
+        answer = record.ids[record.loss_mask.bool()].long()
+        inside += int(torch.isin(answer, support).sum())
+        total += len(answer)
+    return inside / max(total, 1)
