@@ -8,7 +8,9 @@ into artifacts and into the draft's provenance.
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -97,6 +99,9 @@ def load_target(section: TargetSection) -> LoadedTarget:
     dtype = getattr(torch, section.dtype)
     model, tokenizer = _read(files, dtype)
     raw = model.config.get_text_config().to_dict()
+    if files.gguf is not None:
+        # transformers has expanded the weights to ``dtype`` already and only remembers the origin.
+        raw.pop("quantization_config", None)
     config, reason = None, ""
     try:
         config = TargetConfig.from_hf(raw)
@@ -142,8 +147,10 @@ def _read(files: TargetFiles, dtype: torch.dtype) -> tuple[Any, Any]:
     if files.gguf is None and files.revision:
         options["revision"] = files.revision
     try:
-        tokenizer = AutoTokenizer.from_pretrained(files.location, **options)
-        model = AutoModelForCausalLM.from_pretrained(files.location, dtype=dtype, **options)
+        # The GGUF reader draws bars of its own on stderr, through ours.
+        with redirect_stderr(io.StringIO()):
+            tokenizer = AutoTokenizer.from_pretrained(files.location, **options)
+            model = AutoModelForCausalLM.from_pretrained(files.location, dtype=dtype, **options)
     except (OSError, ValueError, KeyError) as error:
         offline = " (offline mode is on)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise TargetError(

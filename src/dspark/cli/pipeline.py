@@ -124,7 +124,7 @@ class Pipeline:
         """
         from dspark.cli.stages import RUNNERS, write_report_files
 
-        wanted = ORDER if last == "report" else ORDER[: ORDER.index(last) + 1]  # type: ignore[arg-type]
+        wanted = ORDER if last == "report" else ORDER[: ORDER.index(last) + 1]
         for kind in wanted:
             if only and kind != last:
                 self._require(kind)
@@ -166,4 +166,4 @@ class Pipeline:
         """Print what the stages would need; runs nothing."""
         from dspark.cli.plan import print_plan
 
-        print_plan(self, ORDER if not only else (last,))  # type: ignore[arg-type]
+        print_plan(self, ORDER if not only else (last,))

@@ -106,7 +106,7 @@ def _rope(raw: dict[str, Any]) -> RopeParameters:
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     kind = rope.get("rope_type") or rope.get("type") or "default"
     theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
-    if rope.get("partial_rotary_factor") not in {None, 1, 1.0}:
+    if rope.get("partial_rotary_factor") not in {None, 1}:
         raise ValueError("partial_rotary_factor is not covered")
     if kind == "default":
         return RopeParameters(rope_theta=theta)

@@ -22,15 +22,30 @@ from dspark.errors import DataError
 
 SYSTEM = "Turn each order into JSON."
 
-CUSTOMERS = tuple(
-    ["Tom", "Mia", "Sam", "Ana", "Ben", "Lily", "Jack", "Emma", "Rosa", "Omar", "Nina", "Paul", "Vera", "Hugo", "Iris", "Leon", "Maya", "Noah", "Olga", "Pete", "Ruth", "Seth", "Tina", "Uma", "Walt", "Yara", "Zoe", "Adam", "Beth", "Carl", "Dora", "Eric", "Fay", "Gus", "Hana", "Ivan", "Jane", "Kurt", "Lena", "Max"]
+# fmt: off
+CUSTOMERS = (
+    "Tom", "Mia", "Sam", "Ana", "Ben", "Lily", "Jack", "Emma", "Rosa", "Omar", "Nina", "Paul",
+    "Vera", "Hugo", "Iris", "Leon", "Maya", "Noah", "Olga", "Pete", "Ruth", "Seth", "Tina",
+    "Uma", "Walt", "Yara", "Zoe", "Adam", "Beth", "Carl", "Dora", "Eric", "Fay", "Gus", "Hana",
+    "Ivan", "Jane", "Kurt", "Lena", "Max",
 )
-CITIES = tuple(
-    ["Lima", "Oslo", "Paris", "Cairo", "Quito", "Delhi", "Rome", "Kyoto", "Berlin", "Madrid", "Lisbon", "Vienna", "Prague", "Dublin", "Athens", "Boston", "Denver", "Austin", "Miami", "Seoul", "Tokyo", "Sydney", "Perth", "Bogota", "Havana", "Tunis", "Dakar", "Accra", "Riga", "Turin"]
+# fmt: on
+# fmt: off
+CITIES = (
+    "Lima", "Oslo", "Paris", "Cairo", "Quito", "Delhi", "Rome", "Kyoto", "Berlin", "Madrid",
+    "Lisbon", "Vienna", "Prague", "Dublin", "Athens", "Boston", "Denver", "Austin", "Miami",
+    "Seoul", "Tokyo", "Sydney", "Perth", "Bogota", "Havana", "Tunis", "Dakar", "Accra", "Riga",
+    "Turin",
 )
-ITEMS = tuple(
-    ["apples", "pencils", "marbles", "books", "cookies", "stickers", "lamps", "chairs", "tables", "mugs", "plates", "spoons", "towels", "candles", "baskets", "brushes", "pillows", "blankets", "boxes", "bottles", "buttons", "ribbons", "hats", "scarves", "gloves", "belts", "clocks", "mirrors", "kettles", "pans"]
+# fmt: on
+# fmt: off
+ITEMS = (
+    "apples", "pencils", "marbles", "books", "cookies", "stickers", "lamps", "chairs", "tables",
+    "mugs", "plates", "spoons", "towels", "candles", "baskets", "brushes", "pillows",
+    "blankets", "boxes", "bottles", "buttons", "ribbons", "hats", "scarves", "gloves", "belts",
+    "clocks", "mirrors", "kettles", "pans",
 )
+# fmt: on
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
 PHRASINGS = (

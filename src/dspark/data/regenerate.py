@@ -106,7 +106,7 @@ def regenerate(
 
 
 def _finish(folder: Path, answers: list[Answer], section: RegenerateSection) -> AnswerReport:
-    reasons = Counter(a.finish_reason for a in answers)
+    reasons = Counter(str(a.finish_reason) for a in answers)
     whole = [a for a in answers if section.keep_truncated or a.finish_reason == "stop"]
     # An answer of one token has no anchor: nothing could be learnt from it.
     usable = [a for a in whole if len(a.ids) - a.prompt_length >= 2]

@@ -13,6 +13,7 @@ The plain arm is the same loop with nothing drafted, so speed-ups compare one en
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any, Literal
 
 import torch
@@ -149,7 +150,9 @@ class _Request:
         assert self.out.counter is not None
         self.out.counter.add(StepCount(admitted, admitted, accepted))
         last: TokenKind = "bonus" if accepted == admitted else "corrected"
-        return self._emit([*draft.ids[:accepted], following], ["accepted"] * accepted + [last])
+        drafted: TokenKind = "accepted"
+        kinds = [*repeat(drafted, accepted), last]
+        return self._emit([*draft.ids[:accepted], following], kinds)
 
     def _plain(self, final: Tensor) -> list[int]:
         logits = self.target.logits(final[-1:])

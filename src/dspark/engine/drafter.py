@@ -57,7 +57,9 @@ class Drafter:
             layer.self_attn.absorb()
         if pack:
             # The Markov output matrix is used as a plain product per slot; everything else packs.
-            draft.context_proj = packed_or_plain(draft.context_proj, w2.dtype)
+            context = draft.context_proj
+            assert isinstance(context, torch.nn.Linear)
+            draft.context_proj = packed_or_plain(context, w2.dtype)
             for layer in draft.draft_layers:
                 pack_linears(layer, w2.dtype)
 

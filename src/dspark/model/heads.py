@@ -40,7 +40,7 @@ class MarkovHead(nn.Module):
         return like.new_zeros(*like.shape[:-1], self.rank)
 
     def step(self, previous: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One slot: previous [...] ids, h [..., H], state [..., r] -> m, e, state, each [..., r]."""
+        """One slot: previous [...], h [..., H], state [..., r] -> (m, e, state), each [..., r]."""
         e: Tensor = self.markov_w1(previous)
         if self.kind == "vanilla":
             return e, e, state

@@ -141,7 +141,7 @@ def packed_or_plain(linear: nn.Linear, dtype: torch.dtype) -> nn.Module:
     The operator is private to torch, so it is probed with real numbers rather than trusted.
     """
     weight = linear.weight
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return linear
     try:
         packed = PackedLinear(weight, linear.bias, dtype)

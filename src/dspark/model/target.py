@@ -23,7 +23,6 @@ from dspark.model.gqa import GroupedAttention
 from dspark.model.layers import RMSNorm, Rope, pack_linears, packed_or_plain
 from dspark.model.mla import LatentAttention, LatentDims
 
-
 # DeepSeek-V3 builds its two latent norms without passing rms_norm_eps: they keep their default.
 LATENT_EPS = 1e-6
 

@@ -20,7 +20,7 @@ from dspark.hidden.record import HiddenRecord
 class Blocks:
     """A padded batch. B records, S tokens, A anchors, K slots, L taps, H hidden.
 
-    ``taps``, ``final``, ``log_z``, ``greedy`` and ``ids`` are the records' own, padded to [B, S, ...].
+    ``taps``, ``final``, ``log_z``, ``greedy`` and ``ids`` [B, S, ...] are the records', padded.
     ``labels`` [B, A, K] token of slot k (position a+k+1); ``previous`` [B, A, K] token at a+k
     (slot 0: the anchor), the Markov head's teacher-forced input; ``source`` [B, A, K] position a+k,
     whose final state gives the target distribution; ``slot_mask`` [B, A, K] slots that count.

@@ -92,7 +92,7 @@ class BatchPlan:
         block_size: int,
         seed: int,
     ) -> None:
-        self.records = list(records)
+        self.records = [r for r in records if len(eligible(r.loss_mask))]
         self.batch_size = batch_size
         self.num_anchors = num_anchors
         self.block_size = block_size

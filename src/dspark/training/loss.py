@@ -134,7 +134,7 @@ def draft_loss(
     """
     ce_c, l1_c, conf_c = coefficients
     weight = (rows.weight / denominator).to(rows.h.dtype)
-    fused, ce, l1, agree = FusedDraftLoss.apply(
+    fused, ce, l1, agree = FusedDraftLoss.apply(  # type: ignore[no-untyped-call]
         rows.h,
         rows.m,
         w2,

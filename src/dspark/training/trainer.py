@@ -146,7 +146,7 @@ class Trainer:
         sums = {"ce": 0.0, "l1": 0.0, "confidence": 0.0}
         for blocks in window:
             out = self.forward(blocks, coefs, denominator)
-            torch.stack(list(out.terms.values())).sum().backward()  # type: ignore[no-untyped-call]
+            torch.stack(list(out.terms.values())).sum().backward()
             for name, value in self._weighted(out, denominator, coefs).items():
                 sums[name] += value
         norm = float(
