@@ -144,7 +144,7 @@ def test_values_that_make_no_sense_are_refused_with_their_key(
         ({"kind": "word_problems", "trian": 8}, "prompts.sources.0.trian", "unknown key (did you"),
         ({"kind": "file", "category": "file"}, "prompts.sources.0.path", "missing (is required)"),
         ({"kind": "file", "path": "", "category": "a"}, "prompts.sources.0.path", "'' (must have"),
-        ({"kind": "poems"}, "prompts.sources.0.kind", "'poems' (must be one of word_problems,"),
+        ({"kind": "poems"}, "prompts.sources.0.kind", "'poems' (must be one of order_tickets,"),
         ({"train": 8}, "prompts.sources.0.kind", "'missing'"),
         (8, "prompts.sources.0", "8 (must be a mapping of keys)"),
     ],

@@ -6,15 +6,12 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dspark.data.chat import (
     check_mask_token,
     end_of_turn_ids,
-    loss_mask,
     prompt_ids,
     template_hash,
     usable_mask_ids,
@@ -137,37 +134,6 @@ def test_target_that_never_ends_a_turn_is_refused():
 def test_end_ids_outside_the_vocabulary_are_refused(ids):
     with pytest.raises(TargetError, match="without a token"):
         end_of_turn_ids(small_tokenizer(), ids)
-
-
-def test_loss_mask_covers_generated_tokens_to_the_end_of_turn_inclusive():
-    ids = [2, 9, 2, 7, 8, 2, 5, 2]  # end-of-turn 2 also closes the prompt's own turns
-    assert loss_mask(3, 8, ids, {2}) == [0, 0, 0, 1, 1, 1, 0, 0]
-    assert loss_mask(3, 8) == [0, 0, 0, 1, 1, 1, 1, 1]
-    assert loss_mask(3, 8, ids, {99}) == [0, 0, 0, 1, 1, 1, 1, 1]
-    assert loss_mask(2, 3, [5, 5, 2], {2}) == [0, 0, 1]
-
-
-@given(st.lists(st.integers(0, 5), min_size=2, max_size=30), st.data())
-def test_loss_mask_is_one_run_that_starts_at_the_answer(ids, data):
-    prompt = data.draw(st.integers(1, len(ids) - 1))
-    mask = loss_mask(prompt, len(ids), ids, {0, 1})
-    trained = [i for i, bit in enumerate(mask) if bit]
-    assert len(mask) == len(ids)
-    assert trained == list(range(prompt, prompt + len(trained)))
-    assert trained
-    assert not any(ids[i] in {0, 1} for i in trained[:-1])
-    assert ids[trained[-1]] in {0, 1} or trained[-1] == len(ids) - 1
-
-
-@pytest.mark.parametrize(("prompt", "total"), [(0, 5), (5, 5), (6, 5), (-1, 5), (0, 0)])
-def test_loss_mask_without_prompt_or_answer_is_refused(prompt, total):
-    with pytest.raises(DataError, match="at least one generated token"):
-        loss_mask(prompt, total)
-
-
-def test_loss_mask_with_ids_of_another_length_is_refused():
-    with pytest.raises(DataError, match="expected 4 ids; found 3"):
-        loss_mask(1, 4, [1, 2, 3], {2})
 
 
 def test_smollm_reserves_ids_3_to_16(smollm):

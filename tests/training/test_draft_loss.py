@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import one_thread  # noqa: F401 (autouse)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,7 +40,11 @@ class Case:
 
 
 def make_case(
-    seed: int, support: int | None, rows: int = 23, vocab: int = 41, dtype: torch.dtype = torch.float64
+    seed: int,
+    support: int | None,
+    rows: int = 23,
+    vocab: int = 41,
+    dtype: torch.dtype = torch.float64,
 ) -> Case:
     g = torch.Generator().manual_seed(seed)
 
@@ -177,11 +182,11 @@ def test_chunk_size_does_not_matter(support: int | None) -> None:
 class LargestTensor(TorchDispatchMode):
     """Elements of the largest tensor any operator returns."""
 
-    elements = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for value in out if isinstance(out, tuple | list) else [out]:
             if isinstance(value, Tensor):
@@ -205,9 +210,12 @@ def test_no_tensor_of_rows_by_vocabulary_is_made_or_saved() -> None:
     with LargestTensor() as made:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss, _ = fused(case, COEFFICIENTS, 1.0, chunk)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     assert max(saved) <= max(case.h.numel(), case.m.numel(), case.w2.numel())
     assert made.elements <= biggest
+    with LargestTensor() as made:  # a single chunk is what the loss must not do
+        fused(case, COEFFICIENTS, 1.0, rows)
+    assert made.elements == rows * vocab
 
 
 def test_slot_weights_decay_from_one() -> None:
@@ -226,10 +234,10 @@ def test_slot_weights_decay_from_one() -> None:
 def test_l1_and_acceptance_stay_in_their_ranges(
     seed: int, scale: float, support: int | None
 ) -> None:
-    case = make_case(seed, support, rows=6, vocab=11, dtype=torch.float32)
+    case = make_case(seed, support, rows=6, vocab=11)
     case = replace(case, h=case.h * scale, t=case.t * scale)
     _, stats = fused(case, COEFFICIENTS, 1.0)
-    assert bool(((stats.l1 >= 0) & (stats.l1 <= 2 + 1e-5)).all())
+    assert bool(((stats.l1 >= 0) & (stats.l1 <= 2 + 1e-9)).all())
     assert bool(((stats.acceptance >= 0) & (stats.acceptance <= 1)).all())
 
 
@@ -240,7 +248,7 @@ def test_l1_is_0_for_the_target_itself_and_2_for_disjoint_distributions() -> Non
     _, stats = fused(same, COEFFICIENTS, 1.0)
     assert float(stats.l1.max()) < 1e-12
     assert bool(stats.agree.all())
-    assert bool((stats.acceptance == 1).all())
+    assert float(stats.acceptance.min()) > 1 - 1e-12
     opposite = replace(same, h=-80 * case.t, t=80 * case.t)
     _, stats = fused(opposite, COEFFICIENTS, 1.0)
     assert float(stats.l1.min()) > 2 - 1e-6

@@ -6,10 +6,13 @@ states come out of its own forward, so the self-test and the loss see what they 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 import torch
 from torch import Tensor
 
-from dspark.config.architecture import DraftConfig, MarkovHeadType
+from dspark.config.architecture import DraftConfig, MarkovHeadType, RopeParameters
 from dspark.config.recipe import LossSection, TrainSection
 from dspark.config.target import TargetConfig
 from dspark.hidden.record import HiddenRecord
@@ -26,6 +29,18 @@ BLOCK = 4
 MASK_ID = 96
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Import me: these matrices are tiny, and on a busy machine a second thread only waits.
+
+    It also fixes the order of sums, which bit-for-bit comparisons between processes stand on.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def tiny_target(seed: int = 0) -> DecoderTarget:
     """Four layers. The head is loud, so that greedy choices are not near ties."""
     config = TargetConfig(
@@ -39,7 +54,7 @@ def tiny_target(seed: int = 0) -> DecoderTarget:
         vocab_size=VOCAB,
         rms_norm_eps=1e-5,
         max_position_embeddings=256,
-        rope_parameters={"rope_theta": 10_000.0},
+        rope_parameters=RopeParameters(rope_theta=10_000.0),
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -133,6 +148,16 @@ def record_of(
         greedy=logits.argmax(-1).int(),
         log_z=torch.logsumexp(logits, -1),
     )
+
+
+def before_norm(target: DecoderTarget, record: HiddenRecord) -> Tensor:
+    """The residual stream after the last layer, taken by a hook on the real target."""
+    seen: list[Tensor] = []
+    hook = target.layers[-1].register_forward_hook(lambda *args: seen.append(args[-1]))
+    ids = record.ids.long().unsqueeze(0)
+    target(ids, Span.alone(1, len(record), target.device))
+    hook.remove()
+    return seen[0][0]
 
 
 def tiny_records(target: DecoderTarget, count: int, *, seed: int = 0) -> list[HiddenRecord]:

@@ -12,7 +12,6 @@ files disagree the page says so at the top instead of choosing one.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +21,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from dspark.artifacts import atomic_write
 from dspark.bench import plots
 from dspark.bench.results import (
     Bench,
@@ -34,7 +34,7 @@ from dspark.bench.results import (
     Training,
     read_results,
 )
-from dspark.errors import ArtifactError, MissingArtifactError, StorageError
+from dspark.errors import ArtifactError, MissingArtifactError
 
 REPORT_NAME = "report.html"
 _GROUPS = (("workload", "Workload prompts"), ("general", "General prompts"))
@@ -85,32 +85,22 @@ def render_report(
 def write_report(run_dir: Path) -> Path:
     """Read the JSON of a run folder, write ``report.html`` in it and return its path.
 
-    Each file is looked for in ``run_dir``, then in the folders directly inside it; ``summary.json``
-    and ``bench.json`` must exist, ``training.json`` and ``lineage.json`` may.
+    ``summary.json`` and ``bench/bench.json`` must exist, ``draft/training.json`` and
+    ``lineage.json`` may; all may also lie directly in ``run_dir``.
 
     Raises:
-        ArtifactError: a file is missing, damaged, of another shape, or there are two of it.
+        ArtifactError: a file is missing, damaged or of another shape.
         MissingDependencyError: matplotlib is not installed.
         StorageError: the page cannot be written.
     """
     page = render_report(
         _needed(run_dir, "summary.json", Summary),
-        _needed(run_dir, "bench.json", Bench),
-        _found(run_dir, "training.json", Training),
+        _needed(run_dir, "bench/bench.json", Bench),
+        _found(run_dir, "draft/training.json", Training),
         _found(run_dir, "lineage.json", Lineage),
     )
     path = run_dir / REPORT_NAME
-    partial = run_dir / f"{REPORT_NAME}.partial"
-    try:
-        partial.write_text(page, encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        raise StorageError(
-            expected="a run folder that can be written",
-            found=str(error),
-            where=str(path),
-            fix="Free space or change the folder's permissions, then write the report again.",
-        ) from error
+    atomic_write(path, page)
     return path
 
 
@@ -222,30 +212,19 @@ def _stages(summary: Summary) -> list[tuple[str, float, float]]:
     return [(name, seconds, seconds / longest) for name, seconds in rows.items()]
 
 
-def _find(run_dir: Path, name: str) -> Path | None:
-    if (run_dir / name).is_file():
-        return run_dir / name
-    inside = sorted(run_dir.glob(f"*/{name}"))
-    if len(inside) > 1:
-        raise ArtifactError(
-            expected=f"one {name} in the run folder",
-            found=", ".join(str(p.relative_to(run_dir)) for p in inside),
-            where=str(run_dir),
-            fix="Keep one of them, or point the report at a folder that holds one run.",
-        )
-    return inside[0] if inside else None
+def _found(run_dir: Path, place: str, schema: type[Schema]) -> Schema | None:
+    """Results at ``place`` inside the run folder, or directly in it; None when in neither."""
+    for path in (run_dir / place, run_dir / Path(place).name):
+        if path.is_file():
+            return read_results(path, schema)
+    return None
 
 
-def _found(run_dir: Path, name: str, schema: type[Schema]) -> Schema | None:
-    path = _find(run_dir, name)
-    return read_results(path, schema) if path else None
-
-
-def _needed(run_dir: Path, name: str, schema: type[Schema]) -> Schema:
-    found = _found(run_dir, name, schema)
+def _needed(run_dir: Path, place: str, schema: type[Schema]) -> Schema:
+    found = _found(run_dir, place, schema)
     if found is None:
         raise MissingArtifactError(
-            expected=f"{name} in the run folder or in a folder inside it",
+            expected=f"{place} in the run folder",
             found="no such file",
             where=str(run_dir),
             fix="Run the bench stage first: dspark bench RECIPE.yaml",

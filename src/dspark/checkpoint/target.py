@@ -71,10 +71,10 @@ class LoadedTarget:
         return self._built[key]
 
     def _make(self, layer_ids: tuple[int, ...], precision: Precision) -> Target:
-        if self.config is None:
-            return HFTarget(self.hf_model, layer_ids)
-        if self._state is None:
-            self._state = target_state(self.config, self.hf_model.state_dict())
+        if self.config is None or self._state is None:
+            adapter = HFTarget(self.hf_model.to(self.device), layer_ids)
+            adapter.max_context = min(adapter.max_context, self.max_context)
+            return adapter
         with torch.device("meta"):
             target = DecoderTarget(self.config, layer_ids)
         target.load_state_dict(self._state, assign=True)
@@ -102,11 +102,14 @@ def load_target(section: TargetSection) -> LoadedTarget:
     if files.gguf is not None:
         # transformers has expanded the weights to ``dtype`` already and only remembers the origin.
         raw.pop("quantization_config", None)
-    config, reason = None, ""
+    config, state, reason = None, None, ""
     try:
         config = TargetConfig.from_hf(raw)
+        state = target_state(config, model.state_dict())
     except ValueError as error:
         reason = str(error)
+    except TargetError as error:
+        config, reason = None, error.found
     eos = getattr(model.generation_config, "eos_token_id", None)
     ends = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
     name = section.device
@@ -123,6 +126,7 @@ def load_target(section: TargetSection) -> LoadedTarget:
         device=torch.device(name),
         end_ids=ends,
         max_context=min(limit, section.max_context),
+        _state=state,
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -28,39 +28,15 @@ def bench_checkpoint(
 ) -> None:
     """Decode ``prompts`` (or eight order tickets) with and without the draft; print a table.
 
-    ``overrides`` are keys of the bench section: ``max_new_tokens=64``.
+    ``overrides`` are keys of the recipe's bench section: ``bench.max_new_tokens=64``.
 
     Raises:
         CheckpointError: the checkpoint does not name its target.
+        ConfigError: an override of anything but the bench section.
     """
-    _, provenance = read_config(folder)
-    if "target" not in provenance:
-        raise CheckpointError(
-            expected="a provenance that names the target",
-            found="none",
-            where=str(folder / "config.json"),
-            fix="Run `dspark bench` with the recipe that made the draft.",
-        )
-    data: dict[str, object] = {}
-    for override in overrides:
-        apply_override(data, override)
-    try:
-        section = BenchSection.model_validate(data)
-    except ValueError as error:
-        raise ConfigError(
-            expected="keys of the bench section",
-            found=str(error).splitlines()[1].strip() if "\n" in str(error) else str(error),
-            where=" ".join(overrides),
-            fix="For example: max_new_tokens=64 repeats=3",
-        ) from error
+    section = _section(overrides)
+    target = load_target(_target_of(folder))
     shown = _Shown()
-    target = load_target(
-        TargetSection(
-            source=provenance["target"],
-            dtype=provenance.get("target_dtype", "float32"),
-            max_context=provenance.get("target_max_context", 2048),
-        )
-    )
     if prompts is not None:
         source: FileSource | OrderTicketSource = FileSource(
             kind="file", path=str(prompts), category="file", held_out=section.prompts_per_category
@@ -70,16 +46,50 @@ def bench_checkpoint(
     arms, rows = bench_draft(
         shown, target, folder, list(prompts_of(source)), section, (source.category,)
     )
+    shown.screen.console.print(_table(folder, rows))
+    if out is not None:
+        atomic_json(out, {"results": rows, "arms": arms})
+        shown.screen.stage("figures", str(out))
+
+
+def _section(overrides: list[str]) -> BenchSection:
+    data: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(data, override)
+    try:
+        if set(data) - {"bench"}:
+            raise ValueError(f"keys of other sections: {sorted(set(data) - {'bench'})}")
+        return BenchSection.model_validate(data.get("bench", {}))
+    except ValueError as error:
+        raise ConfigError(
+            expected="keys of the bench section",
+            found=" ".join(str(error).split())[:200],
+            where=" ".join(overrides),
+            fix="For example: bench.max_new_tokens=64 bench.repeats=3",
+        ) from error
+
+
+def _target_of(folder: Path) -> TargetSection:
+    """The target a draft's provenance names, as it was when the draft was made."""
+    _, provenance = read_config(folder)
+    if "target" not in provenance:
+        raise CheckpointError(
+            expected="a provenance that names the target",
+            found="none",
+            where=str(folder / "config.json"),
+            fix="Run `dspark bench` with the recipe that made the draft.",
+        )
+    return TargetSection(
+        source=provenance["target"],
+        dtype=provenance.get("target_dtype", "float32"),
+        max_context=provenance.get("target_max_context", 2048),
+    )
+
+
+def _table(folder: Path, rows: list[dict[str, Any]]) -> Table:
     table = Table(title=str(folder), title_justify="left")
-    for name in (
-        "T",
-        "acceptance length",
-        "95 %",
-        "plain tok/s",
-        "draft tok/s",
-        "speed-up",
-        "identical",
-    ):
+    columns = ("T", "acceptance", "95 %", "plain tok/s", "draft tok/s", "speed-up", "identical")
+    for name in columns:
         table.add_column(name, justify="right")
     for row in rows:
         low, high = row["ci95"]
@@ -93,7 +103,4 @@ def bench_checkpoint(
             f"{row['speedup']:.2f}x",
             "-" if same is None else f"{same[0]} of {same[1]}",
         )
-    shown.screen.console.print(table)
-    if out is not None:
-        atomic_json(out, {"results": rows, "arms": arms})
-        shown.screen.console.print(json.dumps(str(out)))
+    return table

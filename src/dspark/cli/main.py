@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -61,8 +61,13 @@ def _stages(recipe: Path, overrides: list[str] | None, plan: bool, last: str, on
     pipeline = Pipeline(loaded, command)
     if plan:
         pipeline.plan(last, only=only)
-    else:
+        return
+    try:
         pipeline.run(last, only=only)
+    except KeyboardInterrupt:
+        # Every stage writes atomically and keeps what is whole, so there is nothing to clean up.
+        typer.echo("\nInterrupted. Run the same command again to resume.", err=True)
+        raise typer.Exit(130) from None
 
 
 @app.command()
@@ -110,11 +115,27 @@ def bench(
 ) -> None:
     """Measure acceptance, identity and speed against the plain arm of the same engine."""
     if source.is_dir():
+        if plan:
+            _refuse_option("--plan", "a recipe", source)
         from dspark.cli.checkpoint_bench import bench_checkpoint
 
         bench_checkpoint(source, prompts, out, overrides or [])
         return
+    for name, value in (("--prompts", prompts), ("--out", out)):
+        if value is not None:
+            _refuse_option(name, "a draft folder", source)
     _stages(source, overrides, plan, "bench", only=True)
+
+
+def _refuse_option(option: str, belongs_to: str, source: Path) -> NoReturn:
+    from dspark.errors import ConfigError
+
+    raise ConfigError(
+        expected=f"{option} with {belongs_to}",
+        found=str(source),
+        where=f"dspark bench {option}",
+        fix=f"Leave {option} out, or name {belongs_to}.",
+    )
 
 
 @app.command()
@@ -151,9 +172,6 @@ def entry(arguments: list[str] | None = None) -> Any:
             raise
         _print_error(error)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        typer.echo("\nInterrupted. Run the same command again to resume.", err=True)
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -113,45 +113,6 @@ def end_of_turn_ids(
     return frozenset(found)
 
 
-def loss_mask(
-    prompt_length: int,
-    total_length: int,
-    ids: Sequence[int] | None = None,
-    end_ids: Collection[int] = (),
-) -> list[int]:
-    """1 on generated tokens, 0 on the prompt and on anything after the end of the turn.
-
-    Args:
-        prompt_length: number of prompt ids, which come first.
-        total_length: prompt and answer together; also the length of the result.
-        ids: the whole sequence. When given, what follows the first generated id of ``end_ids``
-            (padding, the template's line break) is 0; when not, everything generated counts.
-        end_ids: see :func:`end_of_turn_ids`.
-
-    Raises:
-        DataError: no prompt, no generated token, or ``ids`` of another length.
-    """
-    if not 0 < prompt_length < total_length:
-        raise DataError(
-            expected="a prompt followed by at least one generated token",
-            found=f"{prompt_length} prompt tokens of {total_length} in total",
-            where="loss mask",
-            fix="Drop this answer: there is nothing to learn from it.",
-        )
-    stop = total_length
-    if ids is not None:
-        if len(ids) != total_length:
-            raise DataError(
-                expected=f"{total_length} ids",
-                found=f"{len(ids)}",
-                where="loss mask",
-                fix="Pass prompt and answer ids together.",
-            )
-        generated = range(prompt_length, total_length)
-        stop = next((i + 1 for i in generated if ids[i] in end_ids), total_length)
-    return [int(prompt_length <= i < stop) for i in range(total_length)]
-
-
 def usable_mask_ids(
     tokenizer: Tokenizer, vocab_size: int, end_ids: Collection[int] = ()
 ) -> dict[int, str]:

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dspark.decoding.request import FinishReason, GenerationRequest, GenerationResult
 from dspark.decoding.sampling import RandomStreams, sample, target_probabilities
-from dspark.model.cache import RowCache, Span, shared_prefix
+from dspark.model.cache import Span, shared_prefix
 from dspark.model.target import Target
 
 
@@ -44,7 +45,7 @@ class BatchGenerator:
         self.batch_size = batch_size
         self.capacity = capacity
         self._shared = 0
-        self._prefix: RowCache | None = None
+        self._prefix: Any = None
 
     @torch.inference_mode()
     def run(
@@ -57,13 +58,13 @@ class BatchGenerator:
         queue = deque(sorted(requests, key=lambda r: len(r.prompt_ids)))
         # The transformers adapter cannot decode sequences at different positions together.
         batch = min(self.batch_size if self.target.supports_ragged else 1, len(queue))
-        cache: RowCache = self.target.new_cache(batch, self.capacity)
+        cache: Any = self.target.new_cache(batch, self.capacity)
         self._run_prefix(requests)
         slots: list[_Slot | None] = [None] * batch
         while True:
             free = [i for i, s in enumerate(slots) if s is None]
             if queue and len(free) * 8 >= len(slots):
-                self._admit(free, queue, slots, cache)
+                cache = self._admit(free, queue, slots, cache)
                 self._retire(slots, on_result)
                 on_tokens(len(free))
                 continue
@@ -90,9 +91,13 @@ class BatchGenerator:
         free: list[int],
         queue: deque[GenerationRequest],
         slots: list[_Slot | None],
-        cache: RowCache,
-    ) -> None:
-        """Prefill as many queued prompts as there are free slots, in one padded batch."""
+        cache: Any,
+    ) -> Any:
+        """Prefill as many queued prompts as there are free slots; return the cache to go on with.
+
+        One padded batch, whose rows are copied into the free slots. With a single slot (also every
+        target that cannot decode ragged batches) the prefilled cache simply takes over.
+        """
         taken = [queue.popleft() for _ in range(min(len(free), len(queue)))]
         start = self._shared
         longest = max(len(r.prompt_ids) for r in taken)
@@ -100,26 +105,33 @@ class BatchGenerator:
         for row, request in enumerate(taken):
             ids[row, : len(request.prompt_ids) - start] = torch.tensor(request.prompt_ids[start:])
         ids = ids.to(self.target.device)
-        fresh = self.target.new_cache(len(taken), longest)
+        single = len(slots) == 1
+        fresh = self.target.new_cache(len(taken), self.capacity if single else longest)
         if start:
             fresh.seed(self._prefix, start)
         out = self.target.forward(ids, Span.at(start, ids.shape[1], len(taken), ids.device), fresh)
         where = torch.tensor(free[: len(taken)], device=ids.device)
         # Rows beyond a prompt's own length are padding; decoding overwrites them before any query
         # can see them, because a query at position n only attends to keys 0..n.
-        cache.adopt(where, fresh, longest)
+        if not single:
+            cache.adopt(where, fresh, longest)
         last = torch.tensor([len(r.prompt_ids) - 1 - start for r in taken], device=ids.device)
         final = out.final[torch.arange(len(taken), device=ids.device), last]
         admitted: list[_Slot | None] = [_new_slot(r) for r in taken]
         self._choose(admitted, final)
         for slot, index in zip(admitted, free, strict=False):
             slots[index] = slot
+        return fresh if single else cache
 
-    def _decode(self, slots: list[_Slot | None], cache: RowCache) -> None:
+    def _decode(self, slots: list[_Slot | None], cache: Any) -> None:
         device = self.target.device
         tokens = torch.tensor([[s.ids[-1] if s else 0] for s in slots], device=device)
-        starts = torch.tensor([s.position if s else 0 for s in slots], device=device)
-        out = self.target.forward(tokens, Span.ragged(starts, 1), cache)
+        positions = [s.position if s else 0 for s in slots]
+        if len(slots) == 1:
+            span = Span.at(positions[0], 1, 1, device)
+        else:
+            span = Span.ragged(torch.tensor(positions, device=device), 1)
+        out = self.target.forward(tokens, span, cache)
         self._choose(slots, out.final[:, 0])
 
     def _choose(self, slots: list[_Slot | None], final: Tensor) -> None:

@@ -70,7 +70,7 @@ def target_state(config: TargetConfig, source: Mapping[str, Tensor]) -> dict[str
             expected="only weights our decoder knows",
             found=f"{len(left)} more, for instance {sorted(left)[0]}",
             where="target checkpoint",
-            fix="This target needs the transformers adapter: set target.decoder=transformers.",
+            fix="The transformers adapter can run this target.",
         )
     return out
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from dspark.errors import DamagedArtifactError
 
 FILE = "resume.pt"
 _UNUSABLE = (OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError, EOFError,
-             pickle.UnpicklingError)  # fmt: skip
+             pickle.UnpicklingError, zipfile.BadZipFile)  # fmt: skip
 
 
 @dataclass
@@ -57,6 +58,10 @@ def load_state(
     if not path.exists():
         return None
     try:
+        with zipfile.ZipFile(path) as content:
+            # torch itself loads a flipped bit without a word.
+            if content.testzip() is not None:
+                raise ValueError("a checksum does not match")
         raw = torch.load(path, weights_only=True)
         parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         if set(parameters) != set(raw["weights"]):

@@ -75,6 +75,8 @@ def train_draft(
     if vocabulary_size is not None:
         support = choose_support(records, config.vocab_size, vocabulary_size)
         clear_spare_rank(draft)
+        covered = support_coverage(records, support)
+        on_note(f"draft vocabulary: {len(support)} tokens, {covered:.2%} of the answers")
     if section.warm_start.markov:
         warm_start_markov(draft, records, support)
     draft = draft.to(target.head.device)

@@ -2,7 +2,7 @@
 
 Everything a rank does with one micro-batch lives here; who averages what over which window is the
 trainer's business. The head and the Markov output matrix may be restricted to a draft vocabulary
-(:mod:`dspark.training.support`).
+(:mod:`dspark.model.support`).
 """
 
 from __future__ import annotations

