@@ -16,10 +16,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import tiny_model
 
 HERE = Path(__file__).parent
+# Tensors are tiny here: a second thread costs more than it brings, and far more on a busy machine.
+torch.set_num_threads(1)
 RECIPE = """\
 name: tiny
 output: {output}

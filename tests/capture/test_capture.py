@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark.capture.embedded import capture, length_batches
+from dspark.errors import DataError
 from dspark.hidden.answers import Answer
 from dspark.hidden.disk import DiskStore
 from dspark.hidden.record import HiddenRecord
@@ -184,3 +185,17 @@ def test_token_ids_of_another_vocabulary_do_not_pass(tmp_path: Path) -> None:
     alien = make_answers(1, shared=0)[0].model_copy(update=wrong)
     with pytest.raises(IndexError):
         captured(tmp_path, [alien])
+
+
+def test_answers_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
+    alien = Answer(
+        id="alien",
+        category="a",
+        temperature=0.0,
+        prompt_length=1,
+        finish_reason="stop",
+        ids=(1, 2, VOCAB),
+    )
+    with pytest.raises(DataError, match="alien"):
+        captured(tmp_path, [alien])
+    assert not DiskStore(tmp_path).ids()

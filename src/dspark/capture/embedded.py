@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dspark.errors import DataError
 from dspark.hidden.answers import Answer
 from dspark.hidden.record import HiddenRecord, HiddenStore
 from dspark.model.cache import Span, shared_prefix
@@ -47,6 +48,7 @@ def capture(
     ``dtype`` is the stored precision of states. ``log_z`` is computed from the STORED final states,
     so that the trainer's probabilities sum to one in the precision it reads.
     """
+    _require_vocabulary(target, answers)
     present = set(store.ids())
     missing = [a for a in answers if a.id not in present]
     on_tokens(sum(len(a.ids) for a in answers if a.id in present))
@@ -99,6 +101,18 @@ class _Prefix:
             if start:
                 taps, final = torch.cat([self.taps, taps]), torch.cat([self.final, final])
             yield answer, taps, final
+
+
+def _require_vocabulary(target: Target, answers: Sequence[Answer]) -> None:
+    """Answers of another tokenizer must not be replayed."""
+    for answer in answers:
+        if max(answer.ids) >= target.vocab_size:
+            raise DataError(
+                expected=f"token ids below the target's vocabulary of {target.vocab_size}",
+                found=f"id {max(answer.ids)}",
+                where=f"answer {answer.id}",
+                fix="The answers belong to another target: regenerate them.",
+            )
 
 
 def _record(

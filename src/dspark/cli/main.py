@@ -15,6 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from dspark import __version__
+from dspark.artifacts import Kind
 from dspark.errors import DSparkError
 
 app = typer.Typer(
@@ -51,19 +52,25 @@ def main(
     """Options that belong to no verb."""
 
 
-def _stages(recipe: Path, overrides: list[str] | None, plan: bool, last: str, only: bool) -> None:
+def _stages(
+    recipe: Path, overrides: list[str] | None, plan: bool, only: Kind | None = None
+) -> None:
     from dspark.config.load import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
-    command = " ".join(["dspark", last if only else "run", str(recipe), *(overrides or [])])
-    from dspark.cli.pipeline import Pipeline
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    from dspark.cli.context import RunContext
 
-    pipeline = Pipeline(loaded, command)
+    context = RunContext(loaded, command)
     if plan:
-        pipeline.plan(last, only=only)
+        from dspark.cli.plan import print_plan
+
+        print_plan(context, only)
         return
     try:
-        pipeline.run(last, only=only)
+        from dspark.cli.pipeline import run_stages
+
+        run_stages(context, only, only=only is not None)
     except KeyboardInterrupt:
         # Every stage writes atomically and keeps what is whole, so there is nothing to clean up.
         typer.echo("\nInterrupted. Run the same command again to resume.", err=True)
@@ -73,31 +80,31 @@ def _stages(recipe: Path, overrides: list[str] | None, plan: bool, last: str, on
 @app.command()
 def run(recipe: RecipePath, overrides: Overrides = None, plan: Plan = False) -> None:
     """Run every stage, skipping finished ones, and write the report."""
-    _stages(recipe, overrides, plan, "report", only=False)
+    _stages(recipe, overrides, plan)
 
 
 @app.command()
 def prompts(recipe: RecipePath, overrides: Overrides = None, plan: Plan = False) -> None:
     """Make the prompts: sources, duplicates out, too long ones out, splits apart."""
-    _stages(recipe, overrides, plan, "prompts", only=True)
+    _stages(recipe, overrides, plan, "prompts")
 
 
 @app.command()
 def regenerate(recipe: RecipePath, overrides: Overrides = None, plan: Plan = False) -> None:
     """Have the target answer the training prompts itself (on-policy)."""
-    _stages(recipe, overrides, plan, "answers", only=True)
+    _stages(recipe, overrides, plan, "answers")
 
 
 @app.command()
 def capture(recipe: RecipePath, overrides: Overrides = None, plan: Plan = False) -> None:
     """Replay the answers through the target and store its hidden states."""
-    _stages(recipe, overrides, plan, "states", only=True)
+    _stages(recipe, overrides, plan, "states")
 
 
 @app.command()
 def train(recipe: RecipePath, overrides: Overrides = None, plan: Plan = False) -> None:
     """Prove the states, train the draft and write its checkpoint."""
-    _stages(recipe, overrides, plan, "draft", only=True)
+    _stages(recipe, overrides, plan, "draft")
 
 
 @app.command()
@@ -124,7 +131,7 @@ def bench(
     for name, value in (("--prompts", prompts), ("--out", out)):
         if value is not None:
             _refuse_option(name, "a draft folder", source)
-    _stages(source, overrides, plan, "bench", only=True)
+    _stages(source, overrides, plan, "bench")
 
 
 def _refuse_option(option: str, belongs_to: str, source: Path) -> NoReturn:

@@ -1,18 +1,16 @@
-"""Stages in order: which folder each writes, what makes its work current, and who does it.
+"""Stages in order: what makes each one's work current, and when it runs.
 
-The only place that knows all stages. Each stage's fingerprint covers its recipe section, the
-target's identity and its parents' manifests; current work is skipped, interrupted work resumed, and
-work of another fingerprint moved aside. What a stage does lives in ``dspark.cli.stages``.
+Each stage's fingerprint covers its recipe section, the target's identity and its parents'
+manifests; current work is skipped, interrupted work resumed, and work of another fingerprint moved
+aside. What a stage does lives in ``dspark.cli.stages``.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dspark.artifacts import (
     Kind,
@@ -24,12 +22,10 @@ from dspark.artifacts import (
     parent_of,
     read_manifest,
 )
-from dspark.cli.console import Screen
-from dspark.config.recipe import Recipe
+from dspark.cli.context import RunContext, StageResult
+from dspark.cli.report import write_report_files
+from dspark.cli.stages import RUNNERS
 from dspark.errors import MissingArtifactError
-
-if TYPE_CHECKING:
-    from dspark.checkpoint.target import LoadedTarget
 
 ORDER: tuple[Kind, ...] = ("prompts", "answers", "states", "draft", "bench")
 PARENTS: dict[Kind, tuple[Kind, ...]] = {
@@ -42,128 +38,72 @@ PARENTS: dict[Kind, tuple[Kind, ...]] = {
 VERBS = {"answers": "regenerate", "states": "capture", "draft": "train"}
 
 
-@dataclass(frozen=True)
-class StageResult:
-    """What a stage adds to its manifest, and one line for the screen."""
+def config_of(run: RunContext, kind: Kind) -> dict[str, Any]:
+    """What decides a stage's content, apart from its parents."""
+    recipe = run.recipe
+    sections: dict[Kind, dict[str, Any]] = {
+        "prompts": {"prompts": recipe.prompts},
+        "answers": {"regenerate": recipe.regenerate},
+        "states": {"capture": recipe.capture},
+        "draft": {"draft": recipe.draft, "train": recipe.train},
+        "bench": {"bench": recipe.bench},
+    }
+    plain: dict[str, Any] = {"target": run.identity}
+    plain |= {name: part.model_dump(mode="json") for name, part in sections[kind].items()}
+    if kind == "states":
+        ids = recipe.draft.target_layer_ids
+        plain["layer_ids"] = None if ids is None else list(ids)
+    if kind == "bench":
+        plain["workload"] = list(recipe.prompts.workload)
+    return plain
 
-    counts: dict[str, int]
-    notes: dict[str, Any]
-    line: str
+
+def run_stages(run: RunContext, last: Kind | None, *, only: bool) -> None:
+    """Run up to ``last`` (None: everything and the report), or ``only`` that stage.
+
+    Raises:
+        MissingArtifactError: ``only``, and an earlier stage is unfinished (names the verb).
+    """
+    wanted = ORDER if last is None else ORDER[: ORDER.index(last) + 1]
+    for kind in wanted:
+        if only and kind != last:
+            _require(run, kind)
+            continue
+        _run_stage(run, kind, RUNNERS[kind])
+    if last is None:
+        run.screen.stage("report", f"[bold]{write_report_files(run)}[/]")
 
 
-class Pipeline:
-    """One recipe's run folder. ``command`` is what the user typed, for the report."""
+def _require(run: RunContext, kind: Kind) -> None:
+    try:
+        read_manifest(run.folder(kind), kind)
+    except MissingArtifactError as error:
+        verb = VERBS.get(kind, kind)
+        raise MissingArtifactError(
+            expected=error.expected,
+            found=error.found,
+            where=error.where,
+            fix=f"Run `dspark {verb}` with this recipe first, or `dspark run` for all stages.",
+        ) from error
 
-    def __init__(self, recipe: Recipe, command: str, screen: Screen | None = None) -> None:
-        self.recipe = recipe
-        self.command = command
-        self.screen = screen or Screen()
-        self.root = Path(recipe.output)
-        self.load_seconds = 0.0
 
-    @cached_property
-    def target_files(self) -> Any:
-        from dspark.checkpoint.source import find_target
+def _parents(run: RunContext, kind: Kind) -> list[Parent]:
+    return [parent_of(run.folder(p), p, run.folder(kind)) for p in PARENTS[kind]]
 
-        return find_target(self.recipe.target.source, self.recipe.target.revision)
 
-    @cached_property
-    def target(self) -> LoadedTarget:
-        """The target, loaded once and only when a stage needs it."""
-        from dspark.checkpoint.target import load_target
-
-        started = time.monotonic()
-        with self.screen.bar(f"loading {self.recipe.target.source}", None):
-            loaded = load_target(self.recipe.target)
-        self.load_seconds = time.monotonic() - started
-        runs = "our decoder" if loaded.config else f"transformers ({loaded.adapter_reason})"
-        self.screen.stage("target", f"{self.recipe.target.source}, run by {runs}")
-        return loaded
-
-    @cached_property
-    def identity(self) -> dict[str, Any]:
-        """What must be equal for work on this target to stay current."""
-        files = self.target_files
-        return {
-            **self.recipe.target.model_dump(mode="json", exclude={"device"}),
-            "found_revision": files.revision,
-            "weights_hash": files.weights_hash(),
-        }
-
-    def folder(self, kind: Kind) -> Path:
-        return self.root / kind
-
-    def config_of(self, kind: Kind) -> dict[str, Any]:
-        """What decides a stage's content, apart from its parents."""
-        recipe = self.recipe
-        section: dict[Kind, dict[str, Any]] = {
-            "prompts": {"prompts": recipe.prompts},
-            "answers": {"regenerate": recipe.regenerate},
-            "states": {"capture": recipe.capture},
-            "draft": {"draft": recipe.draft, "train": recipe.train},
-            "bench": {"bench": recipe.bench, "workload": recipe.prompts.workload},
-        }
-        plain: dict[str, Any] = {"target": self.identity}
-        for name, value in section[kind].items():
-            plain[name] = (
-                value.model_dump(mode="json") if hasattr(value, "model_dump") else list(value)
-            )
-        if kind == "states":
-            ids = recipe.draft.target_layer_ids
-            plain["layer_ids"] = None if ids is None else list(ids)
-        return plain
-
-    def parents(self, kind: Kind) -> list[Parent]:
-        return [parent_of(self.folder(p), p, self.folder(kind)) for p in PARENTS[kind]]
-
-    def run(self, last: str, *, only: bool) -> None:
-        """Run up to ``last`` (``report`` = everything), or ``only`` that stage.
-
-        Raises:
-            MissingArtifactError: ``only``, and an earlier stage is unfinished (names the verb).
-        """
-        from dspark.cli.stages import RUNNERS, write_report_files
-
-        wanted = ORDER if last == "report" else ORDER[: ORDER.index(last) + 1]
-        for kind in wanted:
-            if only and kind != last:
-                self._require(kind)
-                continue
-            self._run_stage(kind, RUNNERS[kind])
-        if last == "report":
-            page = write_report_files(self)
-            self.screen.stage("report", f"[bold]{page}[/]")
-
-    def _require(self, kind: Kind) -> None:
-        try:
-            read_manifest(self.folder(kind), kind)
-        except MissingArtifactError as error:
-            verb = VERBS.get(kind, kind)
-            raise MissingArtifactError(
-                expected=error.expected,
-                found=error.found,
-                where=error.where,
-                fix=f"Run `dspark {verb}` with this recipe first, or `dspark run` for all stages.",
-            ) from error
-
-    def _run_stage(self, kind: Kind, runner: Callable[[Pipeline, Path], StageResult]) -> None:
-        folder = self.folder(kind)
-        manifest = new_manifest(kind, self.config_of(kind), self.parents(kind))
-        if is_current(folder, manifest.fingerprint):
-            self.screen.stage(kind, f"finished before: {folder}")
-            return
-        begin(folder, manifest.fingerprint)
-        started = time.monotonic()
-        loaded = self.load_seconds
-        result = runner(self, folder)
-        seconds = time.monotonic() - started - (self.load_seconds - loaded)
-        notes = {**result.notes, "seconds": round(seconds, 2)}
-        with self.screen.bar(f"sealing {kind}", None):
-            finish(folder, manifest.model_copy(update={"counts": result.counts, "notes": notes}))
-        self.screen.stage(kind, f"{result.line} ({seconds:.0f} s)")
-
-    def plan(self, last: str, *, only: bool) -> None:
-        """Print what the stages would need; runs nothing."""
-        from dspark.cli.plan import print_plan
-
-        print_plan(self, ORDER if not only else (last,))
+def _run_stage(
+    run: RunContext, kind: Kind, runner: Callable[[RunContext, Path], StageResult]
+) -> None:
+    folder = run.folder(kind)
+    manifest = new_manifest(kind, config_of(run, kind), _parents(run, kind))
+    if is_current(folder, manifest.fingerprint):
+        run.screen.stage(kind, f"finished before: {folder}")
+        return
+    begin(folder, manifest.fingerprint)
+    started, loaded = time.monotonic(), run.load_seconds
+    result = runner(run, folder)
+    seconds = time.monotonic() - started - (run.load_seconds - loaded)
+    notes = {**result.notes, "seconds": round(seconds, 2)}
+    with run.screen.bar(f"sealing {kind}", None):
+        finish(folder, manifest.model_copy(update={"counts": result.counts, "notes": notes}))
+    run.screen.stage(kind, f"{result.line} ({seconds:.0f} s)")

@@ -16,21 +16,21 @@ from dspark.config.recipe import Recipe
 from dspark.config.resolve import TargetShape, draft_config, layer_ids
 
 if TYPE_CHECKING:
-    from dspark.cli.pipeline import Pipeline
+    from dspark.cli.context import RunContext
 
 RATE = 60e9  # sustained multiply-adds * 2 per second and thread, fp32/bf16 mix on a server core
 DECODE_SHARE = 0.25  # batched decoding reaches about a quarter of it
 BATCH_ONE_TOKENS = 25.0  # plain tokens per second at batch 1, 100M-parameter target
 
 
-def _shape(p: Pipeline) -> tuple[TargetShape, int]:
+def _shape(run: RunContext) -> tuple[TargetShape, int]:
     """Target sizes from its config alone, and its parameter count."""
     from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    files = p.target_files
+    files = run.target_files
     options = {"gguf_file": files.gguf} if files.gguf else {}
     raw = AutoConfig.from_pretrained(files.location, **options).get_text_config()
     hidden, layers = int(raw.hidden_size), int(raw.num_hidden_layers)
@@ -41,7 +41,7 @@ def _shape(p: Pipeline) -> tuple[TargetShape, int]:
         num_hidden_layers=layers,
         num_attention_heads=int(raw.num_attention_heads),
         vocab_size=int(raw.vocab_size),
-        max_position_embeddings=p.recipe.target.max_context,
+        max_position_embeddings=run.recipe.target.max_context,
         rms_norm_eps=float(getattr(raw, "rms_norm_eps", 1e-5)),
     )
     body = layers * (3 * hidden * inner + 3 * hidden * hidden)
@@ -116,28 +116,29 @@ def _bytes(value: float) -> str:
     return ""
 
 
-def print_plan(p: Pipeline, kinds: tuple[str, ...]) -> None:
+def print_plan(run: RunContext, only: str | None) -> None:
     """One row a stage, upper bounds (every prompt as long as allowed, every answer at its cap)."""
-    shape, parameters = _shape(p)
-    found = estimates(p.recipe, shape, parameters)
-    table = Table(title=f"plan of {p.recipe.name}: nothing was run", title_justify="left")
+    shape, parameters = _shape(run)
+    found = estimates(run.recipe, shape, parameters)
+    table = Table(title=f"plan of {run.recipe.name}: nothing was run", title_justify="left")
     for name in ("stage", "rows", "on disk", "memory", "rough time", "writes"):
         table.add_column(name, justify="left" if name in {"stage", "writes"} else "right")
-    for kind in kinds:
-        row = found[kind]
+    for kind, row in found.items():
+        if only not in {None, kind}:
+            continue
         table.add_row(
             kind,
             f"{row['rows']:,}",
             _bytes(row["disk"]),
             _bytes(row["memory"]),
             f"{row['seconds'] / 60:.1f} min",
-            str(p.root / kind),
+            str(run.root / kind),
         )
-    p.screen.console.print(table)
-    p.screen.console.print(
-        f"Upper bounds: every prompt of {p.recipe.prompts.max_prompt_tokens} tokens, every answer "
-        f"of {p.recipe.regenerate.max_new_tokens}. Times assume {RATE / 1e9:.0f} Gflop/s a core on "
-        f"{os.cpu_count()} cores.",
+    run.screen.console.print(table)
+    prompt, answer = run.recipe.prompts.max_prompt_tokens, run.recipe.regenerate.max_new_tokens
+    run.screen.console.print(
+        f"Upper bounds: every prompt of {prompt} tokens, every answer of {answer}. "
+        f"Times assume {RATE / 1e9:.0f} Gflop/s a core on {os.cpu_count()} cores.",
         highlight=False,
         soft_wrap=True,
     )

@@ -15,25 +15,27 @@ from dspark.data.chat import template_hash
 
 if TYPE_CHECKING:
     from dspark.checkpoint.target import LoadedTarget
-    from dspark.cli.pipeline import Pipeline
+    from dspark.cli.context import RunContext
     from dspark.training.stage import TrainedDraft
 
 
-def draft_provenance(p: Pipeline, target: LoadedTarget, trained: TrainedDraft) -> dict[str, Any]:
+def draft_provenance(
+    run: RunContext, target: LoadedTarget, trained: TrainedDraft
+) -> dict[str, Any]:
     """Everything a later command or another engine needs to check before trusting the draft."""
     last = trained.history["evals"][-1]
     return {
         "tool": f"dspark {__version__}",
-        "target": p.recipe.target.source,
-        "target_revision": p.recipe.target.revision or target.files.revision,
+        "target": run.recipe.target.source,
+        "target_revision": run.recipe.target.revision or target.files.revision,
         "target_weights_hash": target.files.weights_hash(),
-        "target_dtype": p.recipe.target.dtype,
-        "target_max_context": p.recipe.target.max_context,
+        "target_dtype": run.recipe.target.dtype,
+        "target_max_context": run.recipe.target.max_context,
         "template_hash": template_hash(target.tokenizer),
         "norm_state": "post",
         "tapped_stream": "residual after each decoder layer",
-        "states_dtype": p.recipe.capture.dtype,
-        "data_manifest_sha256": sha256_file(p.folder("states") / MANIFEST)[1],
+        "states_dtype": run.recipe.capture.dtype,
+        "data_manifest_sha256": sha256_file(run.folder("states") / MANIFEST)[1],
         "draft_vocabulary_size": trained.support_size,
         "self_test": {"states": trained.agreement.states, "order": trained.agreement.order},
         "expected_acceptance": {"teacher_forced_tau": last["tau_all"]},

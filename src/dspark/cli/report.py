@@ -12,7 +12,7 @@ from dspark.bench.results import Lineage, LineageEntry, Summary
 from dspark.cli.provenance import commit, machine, versions
 
 if TYPE_CHECKING:
-    from dspark.cli.pipeline import Pipeline
+    from dspark.cli.context import RunContext
 
 WORKLOADS = {
     "order_tickets": "order messages turned into JSON with three worked examples in the prompt",
@@ -24,42 +24,42 @@ WORKLOADS = {
 }
 
 
-def write_report_files(p: Pipeline) -> Path:
+def write_report_files(run: RunContext) -> Path:
     """Write the summary, the lineage and ``report.html`` into the run folder."""
     seconds = {
-        kind: float(read_manifest(p.folder(kind), kind).notes["seconds"])
+        kind: float(read_manifest(run.folder(kind), kind).notes["seconds"])
         for kind in ("prompts", "answers", "states", "draft", "bench")
     }
-    if p.load_seconds:
-        seconds["loading"] = round(p.load_seconds, 2)
-    rows = json.loads((p.folder("bench") / "results.json").read_text(encoding="utf-8"))
+    if run.load_seconds:
+        seconds["loading"] = round(run.load_seconds, 2)
+    rows = json.loads((run.folder("bench") / "results.json").read_text(encoding="utf-8"))
     trained_on = sorted(
         {
             WORKLOADS[s.kind]
-            for s in p.recipe.prompts.sources
-            if s.category in p.recipe.prompts.workload
+            for s in run.recipe.prompts.sources
+            if s.category in run.recipe.prompts.workload
         }
     )
     raw: dict[str, Any] = {
         "seconds_total": round(sum(seconds.values()), 2),
         "results": rows,
-        "name": p.recipe.name,
-        "target": p.recipe.target.source,
+        "name": run.recipe.name,
+        "target": run.recipe.target.source,
         "workload_description": "; ".join(trained_on),
         "stage_seconds": seconds,
         "versions": versions(),
-        "command": p.command,
+        "command": run.command,
         "commit": commit(),
         "machine": machine(),
-        "verification": p.recipe.bench.verification,
-        "draft_sample_method": p.recipe.bench.draft_sample_method,
-        "dtype": p.recipe.target.dtype,
-        "block_size": p.recipe.draft.block_size,
+        "verification": run.recipe.bench.verification,
+        "draft_sample_method": run.recipe.bench.draft_sample_method,
+        "dtype": run.recipe.target.dtype,
+        "block_size": run.recipe.draft.block_size,
     }
     summary = Summary.model_validate_json(json.dumps(raw))
-    atomic_json(p.root / "summary.json", summary.model_dump(mode="json"))
-    atomic_json(p.root / "lineage.json", _lineage(p.folder("bench")).model_dump(mode="json"))
-    return write_report(p.root)
+    atomic_json(run.root / "summary.json", summary.model_dump(mode="json"))
+    atomic_json(run.root / "lineage.json", _lineage(run.folder("bench")).model_dump(mode="json"))
+    return write_report(run.root)
 
 
 def _lineage(folder: Path) -> Lineage:

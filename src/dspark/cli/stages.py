@@ -17,9 +17,8 @@ from dspark.bench.local import BenchPrompt, LocalBench, as_json
 from dspark.capture.embedded import capture
 from dspark.checkpoint.draft import load_draft, save_draft
 from dspark.checkpoint.target import LoadedTarget
-from dspark.cli.pipeline import Pipeline, StageResult
+from dspark.cli.context import RunContext, StageResult
 from dspark.cli.provenance import draft_provenance
-from dspark.cli.report import write_report_files
 from dspark.config.recipe import BenchSection
 from dspark.config.resolve import TargetShape, draft_config, layer_ids
 from dspark.data.chat import check_mask_token, end_of_turn_ids, prompt_ids
@@ -58,19 +57,19 @@ def end_ids(target: LoadedTarget) -> frozenset[int]:
     return frozenset(end_of_turn_ids(target.tokenizer, list(target.end_ids) or None))
 
 
-def run_prompts(p: Pipeline, folder: Path) -> StageResult:
+def run_prompts(run: RunContext, folder: Path) -> StageResult:
     """Sources -> ``prompts.jsonl``; the recipe's mask token is checked here, before any work."""
-    target = p.target
-    config = draft_config(p.recipe.draft, target_shape(target))
+    target = run.target
+    config = draft_config(run.recipe.draft, target_shape(target))
     check_mask_token(target.tokenizer, config.mask_token_id, config.vocab_size, end_ids(target))
-    check_modes(p.recipe.bench.verification, p.recipe.bench.draft_sample_method, 1.0)
-    with p.screen.bar("making prompts", None) as bar:
+    check_modes(run.recipe.bench.verification, run.recipe.bench.draft_sample_method, 1.0)
+    with run.screen.bar("making prompts", None) as bar:
 
         def count(messages: list[dict[str, str]]) -> int:
             bar.advance()
             return len(prompt_ids(target.tokenizer, messages))
 
-        prompts, report = build_prompts(p.recipe.prompts, count)
+        prompts, report = build_prompts(run.recipe.prompts, count)
     write_prompts(folder / PROMPTS, prompts)
     atomic_json(folder / "report.json", report.model_dump(mode="json"))
     counts = {split: sum(q.split == split for q in prompts) for split in ("train", "held_out")}
@@ -78,19 +77,19 @@ def run_prompts(p: Pipeline, folder: Path) -> StageResult:
     return StageResult(counts, {}, line)
 
 
-def run_answers(p: Pipeline, folder: Path) -> StageResult:
+def run_answers(run: RunContext, folder: Path) -> StageResult:
     """The target answers the training prompts."""
-    target, section = p.target, p.recipe.regenerate
-    prompts = [q for q in read_prompts(p.folder("prompts") / PROMPTS) if q.split == "train"]
+    target, section = run.target, run.recipe.regenerate
+    prompts = [q for q in read_prompts(run.folder("prompts") / PROMPTS) if q.split == "train"]
     rows = [(q.id, q.category, prompt_ids(target.tokenizer, q.messages)) for q in prompts]
     longest = max((len(ids) for _, _, ids in rows), default=0)
     engine = BatchGenerator(
-        target.build(layer_ids(p.recipe.draft, target.num_layers), section.precision),
+        target.build(layer_ids(run.recipe.draft, target.num_layers), section.precision),
         end_ids(target),
         section.batch_size,
         longest + section.max_new_tokens,
     )
-    with p.screen.bar("target answers", len(rows)) as bar:
+    with run.screen.bar("target answers", len(rows)) as bar:
         report = regenerate(rows, engine, section, folder, bar.advance)
     counts = {"answers": report.answers, "tokens": report.tokens}
     notes = {
@@ -103,16 +102,16 @@ def run_answers(p: Pipeline, folder: Path) -> StageResult:
     return StageResult(counts, notes, line)
 
 
-def run_states(p: Pipeline, folder: Path) -> StageResult:
+def run_states(run: RunContext, folder: Path) -> StageResult:
     """Answers replayed: hidden records."""
-    target, section = p.target, p.recipe.capture
-    answers = read_answers(p.folder("answers") / ANSWERS)
+    target, section = run.target, run.recipe.capture
+    answers = read_answers(run.folder("answers") / ANSWERS)
     (folder / STATES).mkdir(exist_ok=True)
     store = DiskStore(folder / STATES)
     store.gc()
-    model = target.build(layer_ids(p.recipe.draft, target.num_layers), section.precision)
+    model = target.build(layer_ids(run.recipe.draft, target.num_layers), section.precision)
     total = sum(len(a.ids) for a in answers)
-    with p.screen.bar("hidden states (tokens)", total) as bar:
+    with run.screen.bar("hidden states (tokens)", total) as bar:
         capture(
             model,
             answers,
@@ -127,15 +126,15 @@ def run_states(p: Pipeline, folder: Path) -> StageResult:
     return StageResult({**health, "tokens": total}, notes, line)
 
 
-def run_draft(p: Pipeline, folder: Path) -> StageResult:
+def run_draft(run: RunContext, folder: Path) -> StageResult:
     """Hidden records -> checkpoint with provenance, and ``training.json``."""
-    target = p.target
-    store = DiskStore(p.folder("states") / STATES)
+    target = run.target
+    store = DiskStore(run.folder("states") / STATES)
     records = [store.get(i) for i in store.ids()]
-    config = draft_config(p.recipe.draft, target_shape(target))
+    config = draft_config(run.recipe.draft, target_shape(target))
     model = target.build(config.target_layer_ids)
     parts = TargetParts(model.head_weight().float(), model.embedding_weight(), model.norm)
-    with p.screen.bar("training steps", None) as bar:
+    with run.screen.bar("training steps", None) as bar:
 
         def on_step(step: int, total: int, row: dict[str, Any]) -> None:
             bar.set(step, total, f"ce {row['ce']:.2f}  l1 {row['l1']:.2f}")
@@ -144,13 +143,13 @@ def run_draft(p: Pipeline, folder: Path) -> StageResult:
             config,
             parts,
             records,
-            p.recipe.train,
+            run.recipe.train,
             folder,
-            vocabulary_size=p.recipe.draft.vocabulary_size,
+            vocabulary_size=run.recipe.draft.vocabulary_size,
             on_step=on_step,
-            on_note=lambda text: p.screen.console.print(f"{'':>12}{text}", highlight=False),
+            on_note=lambda text: run.screen.console.print(f"{'':>12}{text}", highlight=False),
         )
-    provenance = draft_provenance(p, target, trained)
+    provenance = draft_provenance(run, target, trained)
     save_draft(folder, trained.draft, provenance, target.dtype)
     atomic_json(folder / "training.json", trained.history)
     (folder / RESUME_FILE).unlink(missing_ok=True)
@@ -161,11 +160,11 @@ def run_draft(p: Pipeline, folder: Path) -> StageResult:
     return StageResult(counts, {"tau": last["tau_all"]}, line)
 
 
-def run_bench(p: Pipeline, folder: Path) -> StageResult:
+def run_bench(run: RunContext, folder: Path) -> StageResult:
     """Held-out prompts through both arms; writes ``bench.json`` and the headline rows."""
-    prompts = [q for q in read_prompts(p.folder("prompts") / PROMPTS) if q.split == "held_out"]
+    prompts = [q for q in read_prompts(run.folder("prompts") / PROMPTS) if q.split == "held_out"]
     arms, rows = bench_draft(
-        p, p.target, p.folder("draft"), prompts, p.recipe.bench, p.recipe.prompts.workload
+        run, run.target, run.folder("draft"), prompts, run.recipe.bench, run.recipe.prompts.workload
     )
     atomic_json(folder / "bench.json", {"arms": arms})
     atomic_json(folder / "results.json", rows)
@@ -178,14 +177,14 @@ def run_bench(p: Pipeline, folder: Path) -> StageResult:
 
 
 def bench_draft(
-    p: Any,
+    run: Any,
     target: LoadedTarget,
     checkpoint: Path,
     prompts: list[Prompt],
     section: BenchSection,
     workload: tuple[str, ...],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Measure ``checkpoint`` on ``prompts``: (arms, summary rows) as plain JSON. ``p`` shows it."""
+    """Measure ``checkpoint`` on ``prompts``: (arms, summary rows); ``run.screen`` shows it."""
     draft, _ = load_draft(checkpoint, dtype=target.dtype, device=target.device)
     model = target.build(draft.config.target_layer_ids)
     drafter = Drafter(draft, model.head_weight())
@@ -206,7 +205,7 @@ def bench_draft(
             )
             for q in own
         ]
-    with p.screen.bar("prompts, both arms", None) as bar:
+    with run.screen.bar("prompts, both arms", None) as bar:
         bench = LocalBench(
             Decoder(model, None, ends),
             Decoder(model, drafter, ends, **modes),
@@ -221,12 +220,10 @@ def bench_draft(
     return as_json(arms), as_json(summary)
 
 
-RUNNERS: dict[Kind, Callable[[Pipeline, Path], StageResult]] = {
+RUNNERS: dict[Kind, Callable[[RunContext, Path], StageResult]] = {
     "prompts": run_prompts,
     "answers": run_answers,
     "states": run_states,
     "draft": run_draft,
     "bench": run_bench,
 }
-
-__all__ = ["RUNNERS", "bench_draft", "write_report_files"]

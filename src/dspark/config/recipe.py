@@ -234,9 +234,14 @@ class Recipe(Frozen):
     bench: BenchSection = BenchSection()
 
     @model_validator(mode="after")
-    def _fits_context(self) -> Recipe:
+    def _sections_agree(self) -> Recipe:
         longest = max(self.regenerate.max_new_tokens, self.bench.max_new_tokens)
         need = self.prompts.max_prompt_tokens + longest
+        if self.train.warm_start.markov and self.draft.markov_head_type != "vanilla":
+            raise ValueError(
+                "train.warm_start.markov: bigrams only fit a vanilla Markov head, found "
+                f"draft.markov_head_type {self.draft.markov_head_type}"
+            )
         if need > self.target.max_context:
             raise ValueError(
                 f"prompts.max_prompt_tokens {self.prompts.max_prompt_tokens} + max_new_tokens "

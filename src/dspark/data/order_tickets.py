@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dspark.data.prompt import Split
-from dspark.errors import DataError
+from dspark.data.streams import distinct
 
 SYSTEM = "Turn each order into JSON."
 
@@ -89,26 +89,12 @@ def examples() -> list[tuple[str, str]]:
 
 
 def order_tickets(seed: int, train: int, held_out: int) -> Iterator[tuple[Split, Ticket]]:
-    """Exactly ``train`` and ``held_out`` tickets with different texts, training tickets first.
-
-    Raises:
-        DataError: more distinct tickets were asked for than the phrasings reasonably hold.
-    """
-    seen = {text for text, _ in examples()}
-    wanted: tuple[tuple[Split, int], ...] = (("train", train), ("held_out", held_out))
-    for split, count in wanted:
-        given = index = 0
-        while given < count:
-            if index > 1000 + 4 * count:
-                raise DataError(
-                    expected=f"{count} different {split} order tickets",
-                    found=f"{given} different ones among the first {index}",
-                    where=f"order ticket generator, seed {seed}",
-                    fix="Ask for fewer.",
-                )
-            ticket = make_ticket(seed, index, split)
-            index += 1
-            if ticket.text not in seen:
-                seen.add(ticket.text)
-                given += 1
-                yield split, ticket
+    """Exactly ``train`` and ``held_out`` tickets with different texts, training tickets first."""
+    return distinct(
+        lambda index, split: make_ticket(seed, index, split),
+        lambda ticket: ticket.text,
+        train,
+        held_out,
+        taken={text for text, _ in examples()},
+        where=f"order ticket generator, seed {seed}",
+    )

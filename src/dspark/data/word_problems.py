@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dspark.data.prompt import Split
+from dspark.data.streams import distinct
 from dspark.errors import DataError
 
 T = TypeVar("T")
@@ -298,27 +299,16 @@ def word_problem(seed: int, index: int, split: Split = "train") -> str:
 def word_problems(seed: int, train: int, held_out: int) -> Iterator[tuple[Split, str]]:
     """Exactly ``train`` and ``held_out`` different prompts, training prompts first.
 
-    A text that was already given, in either split, is skipped and the next index of the same
-    stream takes its place: held-out prompts are new to a draft trained on the training prompts.
+    Held-out prompts are new to a draft trained on the training prompts.
 
     Raises:
         DataError: more distinct prompts were asked for than the templates reasonably hold.
     """
-    seen: set[str] = set()
-    wanted: tuple[tuple[Split, int], ...] = (("train", train), ("held_out", held_out))
-    for split, count in wanted:
-        given = index = 0
-        while given < count:
-            if index > 1000 + 4 * count:
-                raise DataError(
-                    expected=f"{count} different {split} word problems",
-                    found=f"{given} different ones among the first {index}",
-                    where=f"word problem generator, seed {seed}",
-                    fix="Ask for fewer: the templates repeat themselves at this size.",
-                )
-            text = word_problem(seed, index, split)
-            index += 1
-            if text not in seen:
-                seen.add(text)
-                given += 1
-                yield split, text
+    return distinct(
+        lambda index, split: word_problem(seed, index, split),
+        str,
+        train,
+        held_out,
+        taken=set(),
+        where=f"word problem generator, seed {seed}",
+    )

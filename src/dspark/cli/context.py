@@ -1,0 +1,73 @@
+"""One run: its recipe, its folder, its screen and its target, loaded once and only when needed.
+
+Stages, plan and report all work on a :class:`RunContext`; ``dspark.cli.pipeline`` decides which
+stage runs when.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dspark.artifacts import Kind
+from dspark.cli.console import Screen
+from dspark.config.recipe import Recipe
+
+if TYPE_CHECKING:
+    from dspark.checkpoint.source import TargetFiles
+    from dspark.checkpoint.target import LoadedTarget
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What a stage adds to its manifest, and one line for the screen."""
+
+    counts: dict[str, int]
+    notes: dict[str, Any]
+    line: str
+
+
+class RunContext:
+    """``command`` is what the user typed, for the report."""
+
+    def __init__(self, recipe: Recipe, command: str, screen: Screen | None = None) -> None:
+        self.recipe = recipe
+        self.command = command
+        self.screen = screen or Screen()
+        self.root = Path(recipe.output)
+        self.load_seconds = 0.0
+
+    @cached_property
+    def target_files(self) -> TargetFiles:
+        from dspark.checkpoint.source import find_target
+
+        return find_target(self.recipe.target.source, self.recipe.target.revision)
+
+    @cached_property
+    def target(self) -> LoadedTarget:
+        """The target, loaded once and only when a stage needs it."""
+        from dspark.checkpoint.target import load_target
+
+        started = time.monotonic()
+        with self.screen.bar(f"loading {self.recipe.target.source}", None):
+            loaded = load_target(self.recipe.target)
+        self.load_seconds = time.monotonic() - started
+        runs = "our decoder" if loaded.config else f"transformers ({loaded.adapter_reason})"
+        self.screen.stage("target", f"{self.recipe.target.source}, run by {runs}")
+        return loaded
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What must be equal for work on this target to stay current."""
+        files = self.target_files
+        return {
+            **self.recipe.target.model_dump(mode="json", exclude={"device"}),
+            "found_revision": files.revision,
+            "weights_hash": files.weights_hash(),
+        }
+
+    def folder(self, kind: Kind) -> Path:
+        return self.root / kind
