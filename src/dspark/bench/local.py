@@ -1,7 +1,7 @@
 """Measuring a draft in this process: acceptance, identity and speed, both arms of one engine.
 
 Every held-out prompt is decoded once by each arm, interleaved; at temperature 0 the texts must be
-identical. Speed is measured on a few prompts per category, plain and draft in turn, several times;
+identical. Speed is measured on a few prompts per group, plain and draft in turn, several times;
 a repeat's speed is its tokens over its seconds and the figure is the median over repeats. Nothing
 here imports an engine: decoders are handed in.
 """
@@ -91,37 +91,44 @@ class LocalBench:
 
     def decodings(self, prompts: Sequence[BenchPrompt]) -> int:
         """How often ``on_prompt`` will be called: one call per prompt decoded by both arms."""
-        repeated = sum(len(self._timed(group)) for group in _by_category(prompts).values())
+        groups = _by_category(prompts)
+        repeated = sum(min(self._timed(c, groups), len(own)) for c, own in groups.items())
         once = len(prompts) + repeated * (self.section.repeats - 1)
         return once * len(self.section.temperatures)
 
     def run(self, prompts: Sequence[BenchPrompt]) -> tuple[list[BenchArm], list[SummaryResult]]:
         """All arms, and the pooled rows of ``summary.json``."""
+        groups = _by_category(prompts)
         measured = [
-            self._measure(category, group, temperature)
+            self._measure(category, own, temperature, self._timed(category, groups))
             for temperature in self.section.temperatures
-            for category, group in _by_category(prompts).items()
+            for category, own in groups.items()
         ]
         return [self._arm(m) for m in measured], self._rows(measured)
 
-    def _timed(self, prompts: Sequence[BenchPrompt]) -> Sequence[BenchPrompt]:
-        return prompts[: self.section.speed_prompts]
+    def _group(self, category: str) -> PromptGroup:
+        return "workload" if category in self.workload else "general"
+
+    def _timed(self, category: str, groups: dict[str, list[BenchPrompt]]) -> int:
+        """Timed prompts of a category: its share of the group's ``speed_prompts``, at least 1."""
+        peers = [c for c in groups if self._group(c) == self._group(category)]
+        return -(-self.section.speed_prompts // len(peers))
 
     def _measure(
-        self, category: str, prompts: Sequence[BenchPrompt], temperature: float
+        self, category: str, prompts: Sequence[BenchPrompt], temperature: float, timed: int
     ) -> _Measured:
-        group: PromptGroup = "workload" if category in self.workload else "general"
+        group = self._group(category)
         out = _Measured(category, group, temperature, AcceptanceCounter(self.block_size))
         first = _Repeat()
         for number, prompt in enumerate(prompts):
             plain, draft, timing = self._pair(prompt, temperature)
-            if number < self.section.speed_prompts:
+            if number < timed:
                 first.add(timing)
             self._count(out, prompt, plain, draft)
         out.repeats.append(first)
         for _ in range(self.section.repeats - 1):
             repeat = _Repeat()
-            for prompt in self._timed(prompts):
+            for prompt in prompts[:timed]:
                 repeat.add(self._pair(prompt, temperature)[2])
             out.repeats.append(repeat)
         return out

@@ -65,7 +65,7 @@ def estimates(recipe: Recipe, shape: TargetShape, parameters: int) -> dict[str, 
     slots = train_rows * recipe.train.num_anchors * config.block_size * recipe.train.epochs
     training = slots * 6 * trainable / rate
     runs = len(recipe.bench.temperatures) * (
-        held + (recipe.bench.repeats - 1) * recipe.bench.speed_prompts * len(recipe.prompts.sources)
+        held + (recipe.bench.repeats - 1) * 2 * recipe.bench.speed_prompts
     )
     decoding = train_rows * answer * 2 * parameters / (rate * DECODE_SHARE)
     return {

@@ -208,7 +208,11 @@ class TrainSection(Frozen):
 
 
 class BenchSection(Frozen):
-    """Local measurement: acceptance and speed against the plain arm of the same engine."""
+    """Local measurement: acceptance and speed against the plain arm of the same engine.
+
+    ``speed_prompts`` are timed ``repeats`` times in each group (workload, general), spread over the
+    group's categories; every other held-out prompt is decoded once by each arm.
+    """
 
     temperatures: tuple[Temperature, ...] = Field(default=(0.0, 1.0), min_length=1)
     max_new_tokens: PositiveInt = 128
