@@ -183,19 +183,6 @@ def test_batches_hold_every_answer_once_and_stay_below_the_size(
 def test_token_ids_of_another_vocabulary_do_not_pass(tmp_path: Path) -> None:
     wrong = {"ids": (1, 2, 3, VOCAB), "prompt_length": 2}
     alien = make_answers(1, shared=0)[0].model_copy(update=wrong)
-    with pytest.raises(IndexError):
-        captured(tmp_path, [alien])
-
-
-def test_answers_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
-    alien = Answer(
-        id="alien",
-        category="a",
-        temperature=0.0,
-        prompt_length=1,
-        finish_reason="stop",
-        ids=(1, 2, VOCAB),
-    )
-    with pytest.raises(DataError, match="alien"):
+    with pytest.raises(DataError, match=alien.id):
         captured(tmp_path, [alien])
     assert not DiskStore(tmp_path).ids()

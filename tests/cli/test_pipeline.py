@@ -88,7 +88,8 @@ def _interrupt(recipe: Path, arguments: list[str], after: str, number: int) -> s
         (signal.SIGINT, "answers/unfinished.jsonl"),
         (signal.SIGKILL, "states/records/*.safetensors"),
         (signal.SIGINT, "draft/resume.pt"),
-        (signal.SIGKILL, "draft/resume.pt"),
+        # The trainer alone is killed in tests/training/test_trainer_killed.py.
+        pytest.param(signal.SIGKILL, "draft/resume.pt", marks=pytest.mark.slow),
     ],
 )
 def test_killed_or_interrupted_run_resumes_to_the_same_draft(
