@@ -110,9 +110,10 @@ class LocalBench:
         return "workload" if category in self.workload else "general"
 
     def _timed(self, category: str, groups: dict[str, list[BenchPrompt]]) -> int:
-        """Timed prompts of a category: its share of the group's ``speed_prompts``, at least 1."""
+        """Timed prompts of a category: its share of the group's ``speed_prompts`` (may be 0)."""
         peers = [c for c in groups if self._group(c) == self._group(category)]
-        return -(-self.section.speed_prompts // len(peers))
+        each, rest = divmod(self.section.speed_prompts, len(peers))
+        return each + (peers.index(category) < rest)
 
     def _measure(
         self, category: str, prompts: Sequence[BenchPrompt], temperature: float, timed: int
@@ -188,7 +189,6 @@ class LocalBench:
 
     def _arm(self, m: _Measured) -> BenchArm:
         steps = max(m.counter.steps, 1)
-        speed = _speed(m.repeats)
         return BenchArm(
             category=m.category,
             group=m.group,
@@ -203,7 +203,7 @@ class LocalBench:
             steps=m.counter.steps,
             tokens=m.tokens,
             prompts=tuple(m.prompts),
-            tokens_per_second=speed,
+            tokens_per_second=_speed(m.repeats),
             identical=(m.identical, len(m.prompts)) if m.temperature == 0 else None,
             sample=m.sample,
         )
@@ -220,6 +220,7 @@ class LocalBench:
                 for total, repeat in zip(repeats, m.repeats, strict=True):
                     total.add(repeat)
             speed = _speed(repeats)
+            assert speed is not None, "every group times at least one prompt"
             accepted, steps = (sum(column) for column in zip(*pairs, strict=True))
             prompts = sum(len(m.prompts) for m in own)
             rows.append(
@@ -245,7 +246,10 @@ def _by_category(prompts: Sequence[BenchPrompt]) -> dict[str, list[BenchPrompt]]
     return groups
 
 
-def _speed(repeats: list[_Repeat]) -> ArmSpeed:
+def _speed(repeats: list[_Repeat]) -> ArmSpeed | None:
+    """Medians over repeats; None when nothing was timed."""
+    if any(r.plain_seconds == 0 for r in repeats):
+        return None
     plain = [r.plain_tokens / r.plain_seconds for r in repeats]
     draft = [r.draft_tokens / r.draft_seconds for r in repeats]
     return ArmSpeed(
