@@ -118,6 +118,19 @@ def test_a_verb_alone_names_the_stage_it_needs(tiny_recipe: Path) -> None:
     assert not (tiny_recipe.parent / "run" / "draft").exists()
 
 
+def test_a_verb_refuses_parents_of_other_settings(tiny_run: Path) -> None:
+    """Training on states of another recipe, or measuring another draft, would look fine."""
+    recipe = str(tiny_run.parent / "tiny.yaml")
+    for verb, override in (("train", "capture.dtype=bfloat16"), ("bench", "train.seed=5")):
+        done = dspark(verb, recipe, override)
+        assert done.returncode == 1, done.stdout
+        assert "other settings" in done.stderr
+    refused = dspark("train", recipe, "draft.mask_token_id=2")  # eos, with prompts long finished
+    assert refused.returncode == 2, refused.stderr
+    assert "draft.mask_token_id" in refused.stderr
+    assert (tiny_run / "draft" / "manifest.json").exists()
+
+
 def test_plan_of_every_stage_runs_nothing(tiny_recipe: Path) -> None:
     for verb in ("run", "prompts", "regenerate", "capture", "train", "bench"):
         done = dspark(verb, str(tiny_recipe), "--plan")
@@ -154,6 +167,14 @@ def test_bench_of_a_checkpoint_needs_no_target(tiny_run: Path, tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["results"]
     assert rows[0]["identical_to_plain"] == [4, 4]
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(line + "\n" for line in prompts.read_text().splitlines()[:2]))
+    done = dspark(
+        "bench", str(tiny_run / "draft"), "--prompts", str(few), "bench.repeats=1",
+        "bench.temperatures=[0.0]", "bench.max_new_tokens=16",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "2 of 2" in done.stdout
     assert rows[0]["acceptance_length"] > 1.5
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -140,7 +141,8 @@ class LocalBench:
         """One prompt through both arms, one after the other."""
         params = SamplingParams(
             temperature=temperature,
-            seed=self.section.seed,
+            # A seed of its own, or draws would be the same for every prompt.
+            seed=zlib.crc32(f"{self.section.seed}/{prompt.id}".encode()),
             max_new_tokens=self.section.max_new_tokens,
         )
         start = time.perf_counter()

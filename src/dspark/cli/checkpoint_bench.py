@@ -14,6 +14,7 @@ from dspark.cli.console import Screen
 from dspark.cli.stages import bench_draft
 from dspark.config.load import apply_override
 from dspark.config.recipe import BenchSection, FileSource, OrderTicketSource, TargetSection
+from dspark.data.jsonl import read_json_lines
 from dspark.data.sources import prompts_of
 from dspark.errors import CheckpointError, ConfigError
 
@@ -38,8 +39,9 @@ def bench_checkpoint(
     target = load_target(_target_of(folder))
     shown = _Shown()
     if prompts is not None:
+        count = min(section.prompts_per_category, len(list(read_json_lines(prompts))))
         source: FileSource | OrderTicketSource = FileSource(
-            kind="file", path=str(prompts), category="file", held_out=section.prompts_per_category
+            kind="file", path=str(prompts), category="file", held_out=count
         )
     else:
         source = OrderTicketSource(kind="order_tickets", held_out=8, seed=1)

@@ -21,10 +21,12 @@ from dspark.artifacts import (
     new_manifest,
     parent_of,
     read_manifest,
+    verify,
 )
 from dspark.cli.context import RunContext, StageResult
 from dspark.cli.report import write_report_files
 from dspark.cli.stages import RUNNERS
+from dspark.decoding.verify import check_modes
 from dspark.errors import MissingArtifactError
 
 ORDER: tuple[Kind, ...] = ("prompts", "answers", "states", "draft", "bench")
@@ -64,6 +66,10 @@ def run_stages(run: RunContext, last: Kind | None, *, only: bool) -> None:
     Raises:
         MissingArtifactError: ``only``, and an earlier stage is unfinished (names the verb).
     """
+    # Modes that could not be exact are refused before hours of work, not after.
+    bench = run.recipe.bench
+    for temperature in bench.temperatures:
+        check_modes(bench.verification, bench.draft_sample_method, temperature)
     wanted = ORDER if last is None else ORDER[: ORDER.index(last) + 1]
     for kind in wanted:
         if only and kind != last:
@@ -75,16 +81,24 @@ def run_stages(run: RunContext, last: Kind | None, *, only: bool) -> None:
 
 
 def _require(run: RunContext, kind: Kind) -> None:
+    """An earlier stage must be finished, whole, and made by this very recipe."""
+    folder, verb = run.folder(kind), VERBS.get(kind, kind)
+    fix = f"Run `dspark {verb}` with this recipe first, or `dspark run` for all stages."
     try:
-        read_manifest(run.folder(kind), kind)
+        verify(folder, kind)
     except MissingArtifactError as error:
-        verb = VERBS.get(kind, kind)
         raise MissingArtifactError(
-            expected=error.expected,
-            found=error.found,
-            where=error.where,
-            fix=f"Run `dspark {verb}` with this recipe first, or `dspark run` for all stages.",
+            expected=error.expected, found=error.found, where=error.where, fix=fix
         ) from error
+    wanted = new_manifest(kind, config_of(run, kind), _parents(run, kind)).fingerprint
+    found = read_manifest(folder, kind).fingerprint
+    if found != wanted:
+        raise MissingArtifactError(
+            expected=f"{kind} made with these settings (fingerprint {wanted[:12]})",
+            found=f"{kind} of other settings or another target (fingerprint {found[:12]})",
+            where=str(folder),
+            fix=fix,
+        )
 
 
 def _parents(run: RunContext, kind: Kind) -> list[Parent]:

@@ -19,13 +19,13 @@ from dspark.checkpoint.draft import load_draft, save_draft
 from dspark.checkpoint.target import LoadedTarget
 from dspark.cli.context import RunContext, StageResult
 from dspark.cli.provenance import draft_provenance
+from dspark.config.architecture import DraftConfig
 from dspark.config.recipe import BenchSection
 from dspark.config.resolve import TargetShape, draft_config, layer_ids
 from dspark.data.chat import check_mask_token, end_of_turn_ids, prompt_ids
 from dspark.data.prompt import Prompt
 from dspark.data.prompts import build_prompts, read_prompts, write_prompts
 from dspark.data.regenerate import ANSWERS, regenerate
-from dspark.decoding.verify import check_modes
 from dspark.engine.decode import Decoder
 from dspark.engine.drafter import Drafter
 from dspark.engine.generate import BatchGenerator
@@ -57,12 +57,18 @@ def end_ids(target: LoadedTarget) -> frozenset[int]:
     return frozenset(end_of_turn_ids(target.tokenizer, list(target.end_ids) or None))
 
 
-def run_prompts(run: RunContext, folder: Path) -> StageResult:
-    """Sources -> ``prompts.jsonl``; the recipe's mask token is checked here, before any work."""
+def checked_draft_config(run: RunContext) -> DraftConfig:
+    """The draft this recipe makes, its mask token checked against the target's tokenizer."""
     target = run.target
     config = draft_config(run.recipe.draft, target_shape(target))
     check_mask_token(target.tokenizer, config.mask_token_id, config.vocab_size, end_ids(target))
-    check_modes(run.recipe.bench.verification, run.recipe.bench.draft_sample_method, 1.0)
+    return config
+
+
+def run_prompts(run: RunContext, folder: Path) -> StageResult:
+    """Sources -> ``prompts.jsonl``; the recipe's mask token is checked here, before any work."""
+    target = run.target
+    checked_draft_config(run)
     with run.screen.bar("making prompts", None) as bar:
 
         def count(messages: list[dict[str, str]]) -> int:
@@ -131,7 +137,7 @@ def run_draft(run: RunContext, folder: Path) -> StageResult:
     target = run.target
     store = DiskStore(run.folder("states") / STATES)
     records = [store.get(i) for i in store.ids()]
-    config = draft_config(run.recipe.draft, target_shape(target))
+    config = checked_draft_config(run)
     model = target.build(config.target_layer_ids)
     parts = TargetParts(model.head_weight().float(), model.embedding_weight(), model.norm)
     with run.screen.bar("training steps", None) as bar:

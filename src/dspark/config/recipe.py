@@ -215,7 +215,7 @@ class BenchSection(Frozen):
     """
 
     temperatures: tuple[Temperature, ...] = Field(default=(0.0, 1.0), min_length=1)
-    max_new_tokens: PositiveInt = 128
+    max_new_tokens: int = Field(default=128, ge=8)
     prompts_per_category: PositiveInt = 16
     speed_prompts: PositiveInt = 8
     repeats: PositiveInt = 5
@@ -241,6 +241,14 @@ class Recipe(Frozen):
     def _sections_agree(self) -> Recipe:
         longest = max(self.regenerate.max_new_tokens, self.bench.max_new_tokens)
         need = self.prompts.max_prompt_tokens + longest
+        if not any(s.held_out for s in self.prompts.sources):
+            raise ValueError("prompts.sources: no source holds any prompt out, nothing to measure")
+        if 0.0 not in self.regenerate.temperatures:
+            raise ValueError(
+                "regenerate.temperatures: 0.0 is needed, greedy answers prove the hidden states"
+            )
+        if len(set(self.bench.temperatures)) != len(self.bench.temperatures):
+            raise ValueError("bench.temperatures: names a temperature twice")
         if self.train.warm_start.markov and self.draft.markov_head_type != "vanilla":
             raise ValueError(
                 "train.warm_start.markov: bigrams only fit a vanilla Markov head, found "

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from dspark.artifacts import storage_guard
+from dspark.artifacts import atomic_write, storage_guard
 from dspark.config.recipe import RegenerateSection
 from dspark.decoding.request import AnswerEngine, GenerationRequest, GenerationResult
 from dspark.decoding.sampling import SamplingParams
@@ -139,5 +139,5 @@ def _read_unfinished(path: Path) -> list[Answer]:
         except (json.JSONDecodeError, ValidationError):
             continue
     # Rewritten whole, so that appending never continues a torn line.
-    path.write_text("".join(a.model_dump_json() + "\n" for a in answers), encoding="utf-8")
+    atomic_write(path, "".join(a.model_dump_json() + "\n" for a in answers))
     return answers

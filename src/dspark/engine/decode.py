@@ -21,7 +21,13 @@ from torch import Tensor
 
 from dspark.decoding.acceptance import AcceptanceCounter, StepCount, trim_at_end
 from dspark.decoding.request import Generation, TokenKind
-from dspark.decoding.sampling import RandomStreams, SamplingParams, sample, target_probabilities
+from dspark.decoding.sampling import (
+    RandomStreams,
+    SamplingParams,
+    safe_argmax,
+    sample,
+    target_probabilities,
+)
 from dspark.decoding.verify import Rule, check_modes, decide, decide_greedy
 from dspark.engine.drafter import Drafter
 from dspark.errors import DecodingError
@@ -106,7 +112,7 @@ class _Request:
         final = self._forward(self.prompt, 0, keep=len(self.prompt))
         logits = self.target.logits(final[-1:])
         if self.rule == "greedy":
-            self._emit([int(logits.argmax())], ["bonus"])
+            self._emit([int(safe_argmax(logits[0]))], ["bonus"])
         else:
             self._emit(
                 [self._draw(target_probabilities(logits[0].float(), self.params))], ["bonus"]
@@ -157,7 +163,7 @@ class _Request:
     def _plain(self, final: Tensor) -> list[int]:
         logits = self.target.logits(final[-1:])
         if self.rule == "greedy":
-            return self._emit([int(logits.argmax())], ["bonus"])
+            return self._emit([int(safe_argmax(logits[0]))], ["bonus"])
         probs = target_probabilities(logits[0].float(), self.params)
         return self._emit([self._draw(probs)], ["bonus"])
 
@@ -165,7 +171,7 @@ class _Request:
         logits = self.target.logits(final)
         drafted = torch.tensor(ids, device=logits.device)
         if self.rule == "greedy":
-            return decide_greedy(logits.argmax(-1), drafted)
+            return decide_greedy(safe_argmax(logits), drafted)
         p = target_probabilities(logits.float(), self.params)
         u = self.streams.uniform("accept", len(ids)).to(logits.device)
         decision = decide(self.rule, p, q, drafted, u)

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dspark.decoding.sampling import RandomStreams, SamplingParams, sample, target_probabilities
+from dspark.decoding.sampling import (
+    RandomStreams,
+    SamplingParams,
+    safe_argmax,
+    sample,
+    target_probabilities,
+)
 from dspark.model.draft import DSparkDraft
 from dspark.model.layers import pack_linears, packed_or_plain
 from dspark.model.support import read_support
@@ -127,7 +133,7 @@ class Drafter:
             m, _, state = markov.step(previous, states[k], state)
             logits = base[k] + self.w2 @ m
             if params is None or uniforms is None:
-                choice = logits.argmax()
+                choice = safe_argmax(logits)
             else:
                 q = target_probabilities(logits.float(), params)
                 choice = sample(q, uniforms[k])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dspark.decoding.request import FinishReason, GenerationRequest, GenerationResult
-from dspark.decoding.sampling import RandomStreams, sample, target_probabilities
+from dspark.decoding.sampling import RandomStreams, safe_argmax, sample, target_probabilities
 from dspark.model.cache import Span, shared_prefix
 from dspark.model.target import Target
 
@@ -137,7 +137,7 @@ class BatchGenerator:
     def _choose(self, slots: list[_Slot | None], final: Tensor) -> None:
         """Draw the next token of every live slot from final states [B, H]."""
         logits = self.target.logits(final).float()
-        chosen = logits.argmax(-1).tolist()
+        chosen = safe_argmax(logits).tolist()
         for row, slot in enumerate(slots):
             if slot is None:
                 continue

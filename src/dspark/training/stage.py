@@ -21,6 +21,7 @@ from dspark.hidden.record import HiddenRecord
 from dspark.model.draft import DSparkDraft
 from dspark.model.init import initialise
 from dspark.model.support import clear_spare_rank, fold_support
+from dspark.training.batches import split_validation
 from dspark.training.selftest import Agreement, require_sound_states
 from dspark.training.trainer import OnStep, Trainer
 from dspark.training.warmstart import choose_support, warm_start_markov
@@ -71,14 +72,16 @@ def train_draft(
     )
     records = [_after_norm(record, target) for record in records]
     draft = initialise(DSparkDraft(config), target.embedding, section.seed)
+    # Nothing that is fitted may see the answers the draft is judged on.
+    fitted, judged = split_validation(records)
     support = None
     if vocabulary_size is not None:
-        support = choose_support(records, config.vocab_size, vocabulary_size)
+        support = choose_support(fitted, config.vocab_size, vocabulary_size)
         clear_spare_rank(draft)
-        covered = support_coverage(records, support)
-        on_note(f"draft vocabulary: {len(support)} tokens, {covered:.2%} of the answers")
+        covered = support_coverage(judged, support)
+        on_note(f"draft vocabulary: {len(support)} tokens, {covered:.2%} of held-back answers")
     if section.warm_start.markov:
-        warm_start_markov(draft, records, support)
+        warm_start_markov(draft, fitted, support)
     draft = draft.to(target.head.device)
     trainer = Trainer(draft, target.head, records, section, folder, support)
     history = trainer.run(on_step)
