@@ -25,7 +25,7 @@ from dspark.artifacts import (
 )
 from dspark.cli.context import RunContext, StageResult
 from dspark.cli.report import write_report_files
-from dspark.cli.stages import RUNNERS
+from dspark.cli.stages import RUNNERS, checked_draft_config
 from dspark.decoding.verify import check_modes
 from dspark.errors import MissingArtifactError
 
@@ -37,6 +37,7 @@ PARENTS: dict[Kind, tuple[Kind, ...]] = {
     "draft": ("states",),
     "bench": ("draft", "prompts"),
 }
+CHECKED_FIRST: frozenset[Kind] = frozenset({"prompts", "draft"})
 VERBS = {"answers": "regenerate", "states": "capture", "draft": "train"}
 
 
@@ -113,6 +114,9 @@ def _run_stage(
     if is_current(folder, manifest.fingerprint):
         run.screen.stage(kind, f"finished before: {folder}")
         return
+    if kind in CHECKED_FIRST:
+        # Before `begin`, which would move finished work of other settings aside.
+        checked_draft_config(run)
     begin(folder, manifest.fingerprint)
     started, loaded = time.monotonic(), run.load_seconds
     result = runner(run, folder)

@@ -66,9 +66,8 @@ def checked_draft_config(run: RunContext) -> DraftConfig:
 
 
 def run_prompts(run: RunContext, folder: Path) -> StageResult:
-    """Sources -> ``prompts.jsonl``; the recipe's mask token is checked here, before any work."""
+    """Sources -> ``prompts.jsonl``; the recipe's mask token was checked before."""
     target = run.target
-    checked_draft_config(run)
     with run.screen.bar("making prompts", None) as bar:
 
         def count(messages: list[dict[str, str]]) -> int:
