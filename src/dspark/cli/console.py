@@ -30,9 +30,6 @@ class Bar:
     def set(self, done: float, total: float, note: str = "") -> None:
         self._progress.update(self._task, completed=done, total=total, note=note)
 
-    def note(self, text: str) -> None:
-        self._progress.update(self._task, note=text)
-
 
 class Screen:
     """Prints stages and bars; plain lines when the output is not a terminal."""

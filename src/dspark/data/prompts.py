@@ -9,8 +9,6 @@ normalised. Nothing is dropped silently: the report counts by source, split and 
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -18,12 +16,13 @@ from typing import Literal
 
 from pydantic import ValidationError
 
+from dspark.artifacts import atomic_write
 from dspark.config.architecture import Frozen
 from dspark.config.recipe import PackageSource, PromptSource, PromptsSection
 from dspark.data.jsonl import read_json_lines
 from dspark.data.prompt import Prompt, Split, first_problem
 from dspark.data.sources import prompts_of
-from dspark.errors import DataError, StorageError
+from dspark.errors import DataError
 
 Reason = Literal["duplicate", "in_held_out", "too_long"]
 CountTokens = Callable[[list[dict[str, str]]], int]
@@ -200,20 +199,7 @@ def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
             where=str(path),
             fix="Set train or held_out of a source in the recipe.",
         )
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("w", encoding="utf-8", newline="\n") as file:
-            file.writelines(lines)
-        os.replace(partial, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise StorageError(
-            expected="a writable place for prompts",
-            found=str(error.strerror or error),
-            where=str(path),
-            fix="Create the folder, grant write permission or free disk space.",
-        ) from error
+    atomic_write(path, "".join(lines))
 
 
 def read_prompts(path: Path) -> list[Prompt]:
