@@ -25,7 +25,7 @@ import torch
 from dspark.artifacts import atomic_json, begin, finish, new_manifest, parent_of
 from dspark.checkpoint.draft import save_draft
 from dspark.cli.main import app, entry
-from dspark.config.architecture import DraftConfig
+from dspark.config.architecture import K3DraftConfig
 from dspark.config.load import load_recipe
 from dspark.model.draft import DSparkDraft
 from dspark.model.init import initialise
@@ -74,8 +74,8 @@ def run_in_process(command: str) -> int:
     return int(left.value.code or 0)
 
 
-def tiny_config() -> DraftConfig:
-    return DraftConfig(
+def tiny_config() -> K3DraftConfig:
+    return K3DraftConfig(
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=1,

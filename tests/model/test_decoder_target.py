@@ -9,10 +9,11 @@ import torch
 from tiny_targets import COVERED, LAYERS, TAPS, covered_model, decoder_of, gap, random_ids
 from torch import Tensor
 
+from dspark.config.layers import to_convention
 from dspark.config.target import TargetConfig
 from dspark.errors import TargetError
 from dspark.model.cache import Span
-from dspark.model.target import DecoderTarget, TargetOutput, hf_hidden_state_index
+from dspark.model.target import DecoderTarget, TargetOutput
 from dspark.model.weights import target_state
 
 CPU = torch.device("cpu")
@@ -40,9 +41,8 @@ def test_logits_and_states_equal_transformers(pair: tuple[Any, DecoderTarget]) -
     got = alone(target, ids)
     assert gap(got.final, want.hidden_states[-1]) <= TOLERANCE
     assert gap(target.logits(got.final), want.logits) <= TOLERANCE
-    for slot, layer in enumerate(TAPS):
-        golden = hf_hidden_state_index(layer)
-        assert golden == layer + 1
+    for slot, golden in enumerate(to_convention(TAPS, "hf_hidden_states")):
+        assert golden == TAPS[slot] + 1
         assert gap(got.taps[..., slot, :], want.hidden_states[golden]) <= TOLERANCE
         for neighbour in (golden - 1, golden + 1):
             assert gap(got.taps[..., slot, :], want.hidden_states[neighbour]) > 0.05

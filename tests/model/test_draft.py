@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspark.config.architecture import DraftConfig, RopeParameters
+from dspark.config.architecture import K3DraftConfig, RopeParameters
 from dspark.model.draft import DSparkDraft
 from dspark.model.init import FINAL_NORM_GAIN, initialise
 from dspark.model.support import OUTSIDE_BIAS, clear_spare_rank, fold_support, read_support
 
-SMALL = DraftConfig(
+SMALL = K3DraftConfig(
     hidden_size=32,
     intermediate_size=48,
     num_hidden_layers=2,
@@ -32,7 +32,7 @@ SMALL = DraftConfig(
     markov_rank=4,
     block_size=5,
 )
-KIMI_K3 = DraftConfig(
+KIMI_K3 = K3DraftConfig(
     hidden_size=7168,
     intermediate_size=14336,
     num_hidden_layers=5,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dspark.checkpoint.target import LoadedTarget, load_target
-from dspark.config.architecture import default_layer_ids
+from dspark.config.layers import default_layer_ids
 from dspark.config.recipe import TargetSection
 from dspark.errors import MissingDependencyError
 from dspark.model.cache import Span

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspark.config.architecture import DraftConfig, MarkovHeadType, RopeParameters
+from dspark.config.architecture import K3DraftConfig, MarkovHeadType, RopeParameters
 from dspark.config.recipe import LossSection, TrainSection
 from dspark.config.target import TargetConfig
 from dspark.hidden.record import HiddenRecord
@@ -65,8 +65,8 @@ def tiny_target(seed: int = 0) -> DecoderTarget:
     return target.eval().requires_grad_(False)
 
 
-def tiny_config(kind: MarkovHeadType = "vanilla", *, rank: int = 6) -> DraftConfig:
-    return DraftConfig(
+def tiny_config(kind: MarkovHeadType = "vanilla", *, rank: int = 6) -> K3DraftConfig:
+    return K3DraftConfig(
         hidden_size=HIDDEN,
         intermediate_size=40,
         num_hidden_layers=2,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from dspark.config.architecture import DraftConfig, K3DraftConfig, Qwen3DraftConfig
 from dspark.config.recipe import Recipe
 from dspark.config.resolve import TargetShape, draft_config, layer_ids
 
@@ -33,19 +34,10 @@ def _shape(run: RunContext) -> tuple[TargetShape, int]:
     files = run.target_files
     options = {"gguf_file": files.gguf} if files.gguf else {}
     raw = AutoConfig.from_pretrained(files.location, **options).get_text_config()
-    hidden, layers = int(raw.hidden_size), int(raw.num_hidden_layers)
-    inner = int(getattr(raw, "intermediate_size", 4 * hidden))
-    shape = TargetShape(
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=int(raw.num_attention_heads),
-        vocab_size=int(raw.vocab_size),
-        max_position_embeddings=run.recipe.target.max_context,
-        rms_norm_eps=float(getattr(raw, "rms_norm_eps", 1e-5)),
-    )
-    body = layers * (3 * hidden * inner + 3 * hidden * hidden)
-    return shape, body + shape.vocab_size * hidden
+    shape = TargetShape.from_hf(raw.to_dict(), run.recipe.target.max_context)
+    hidden = shape.hidden_size
+    layer = 3 * hidden * shape.intermediate_size + 3 * hidden * hidden
+    return shape, shape.num_hidden_layers * layer + shape.vocab_size * hidden
 
 
 def estimates(recipe: Recipe, shape: TargetShape, parameters: int) -> dict[str, dict[str, Any]]:
@@ -93,19 +85,22 @@ def _row(rows: int, disk: float, memory: float, seconds: float) -> dict[str, Any
     return {"rows": rows, "disk": int(disk), "memory": int(memory), "seconds": seconds}
 
 
-def _draft_parameters(config: Any) -> int:
-    c = config
-    attention = (
+def _attention_parameters(c: DraftConfig) -> int:
+    if isinstance(c, Qwen3DraftConfig):
+        return 2 * c.hidden_size * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
+    assert isinstance(c, K3DraftConfig)
+    return (
         c.hidden_size * (c.q_lora_rank + c.row_width)
         + c.q_lora_rank * c.num_attention_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim)
         + c.kv_lora_rank * c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim)
         + c.num_attention_heads * c.v_head_dim * c.hidden_size
     )
-    layer = attention + 3 * c.hidden_size * c.intermediate_size
+
+
+def _draft_parameters(c: DraftConfig) -> int:
+    layer = _attention_parameters(c) + 3 * c.hidden_size * c.intermediate_size
     taps = len(c.target_layer_ids) * c.hidden_size * c.hidden_size
-    return int(
-        c.num_hidden_layers * layer + taps + c.vocab_size * (c.hidden_size + 2 * c.markov_rank)
-    )
+    return c.num_hidden_layers * layer + taps + c.vocab_size * (c.hidden_size + 2 * c.markov_rank)
 
 
 def _bytes(value: float) -> str:

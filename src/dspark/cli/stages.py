@@ -40,15 +40,8 @@ STATES = "records"
 
 def target_shape(target: LoadedTarget) -> TargetShape:
     """The sizes a draft depends on, from the target's own config."""
-    raw = target.hf_model.config.get_text_config()
-    return TargetShape(
-        hidden_size=target.hidden_size,
-        intermediate_size=int(getattr(raw, "intermediate_size", 4 * target.hidden_size)),
-        num_hidden_layers=target.num_layers,
-        num_attention_heads=int(raw.num_attention_heads),
-        vocab_size=target.vocab_size,
-        max_position_embeddings=target.max_context,
-        rms_norm_eps=float(getattr(raw, "rms_norm_eps", 1e-5)),
+    return TargetShape.from_hf(
+        target.hf_model.config.get_text_config().to_dict(), target.max_context
     )
 
 

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import yaml
 from pydantic import ValidationError
 
-from dspark.config.architecture import DraftConfig, Frozen
+from dspark.config.architecture import DraftConfig, Frozen, draft_class
 from dspark.config.faults import item_type, known_keys, nearest, refuse, show
 from dspark.config.recipe import Recipe
 from dspark.errors import ConfigError
@@ -144,7 +144,7 @@ def load_draft_config(path: str | Path) -> DraftConfig:
     try:
         return DraftConfig.from_json(raw)
     except ValidationError as error:
-        refuse(error, raw, DraftConfig, str(path), ())
+        refuse(error, raw, draft_class(raw), str(path), ())
     except ValueError as error:
         key = str(error).split(maxsplit=1)[0]  # from_json names the key first
         raise ConfigError(

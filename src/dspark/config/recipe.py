@@ -13,11 +13,14 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from dspark.config.architecture import (
     DraftConfig,
+    Flavour,
     Frozen,
+    K3DraftConfig,
     MarkovHeadType,
+    Qwen3DraftConfig,
     RopeParameters,
-    check_layer_order,
 )
+from dspark.config.layers import check_layer_order
 
 Category = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$")]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -129,8 +132,13 @@ class CaptureSection(Frozen):
 
 
 class DraftSection(Frozen):
-    """Draft sizes; ``null`` means "follow the target" (see docs/architecture.md)."""
+    """Draft sizes; ``null`` means "follow the target" (see docs/architecture.md).
 
+    ``flavour`` decides the attention: ``k3`` reads the five MLA sizes, ``qwen3`` ``head_dim`` and
+    ``num_key_value_heads``. A size of the other flavour is refused rather than ignored.
+    """
+
+    flavour: Flavour = "k3"
     num_hidden_layers: PositiveInt = 2
     intermediate_size: PositiveInt | None = None
     num_attention_heads: PositiveInt | None = None
@@ -139,6 +147,8 @@ class DraftSection(Frozen):
     qk_nope_head_dim: PositiveInt = 64
     qk_rope_head_dim: PositiveInt = 32
     v_head_dim: PositiveInt = 64
+    head_dim: PositiveInt | None = None
+    num_key_value_heads: PositiveInt | None = None
     target_layer_ids: tuple[int, ...] | None = None
     mask_token_id: NonNegativeInt
     block_size: int = Field(default=7, ge=1, le=64)
@@ -151,6 +161,15 @@ class DraftSection(Frozen):
     def _layer_ids_are_ordered(self) -> DraftSection:
         if self.target_layer_ids is not None:
             check_layer_order(self.target_layer_ids)
+        return self
+
+    @model_validator(mode="after")
+    def _sizes_belong_to_the_flavour(self) -> DraftSection:
+        k3, qwen3 = set(K3DraftConfig.model_fields), set(Qwen3DraftConfig.model_fields)
+        foreign = qwen3 - k3 if self.flavour == "k3" else k3 - qwen3
+        for name, field in DraftSection.model_fields.items():
+            if name in foreign and getattr(self, name) != field.default:
+                raise ValueError(f"{name} means nothing to a draft of flavour {self.flavour}")
         return self
 
     @model_validator(mode="after")

@@ -59,7 +59,7 @@ class TargetConfig(Frozen):
             "vocab_size": raw["vocab_size"],
             "rms_norm_eps": float(raw["rms_norm_eps"]),
             "max_position_embeddings": raw["max_position_embeddings"],
-            "rope_parameters": _rope(raw),
+            "rope_parameters": RopeParameters.from_hf(raw),
             "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
             "attention_bias": family == "qwen2" or bool(raw.get("attention_bias", False)),
         }
@@ -100,35 +100,3 @@ def _refuse_uncovered(raw: dict[str, Any]) -> None:
         dense = raw.get("first_k_dense_replace") or 0
         if dense < raw["num_hidden_layers"]:
             raise ValueError(f"mixture-of-experts layers from {dense} on are not covered")
-
-
-def _rope(raw: dict[str, Any]) -> RopeParameters:
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
-    if rope.get("partial_rotary_factor") not in {None, 1}:
-        raise ValueError("partial_rotary_factor is not covered")
-    if kind == "default":
-        return RopeParameters(rope_theta=theta)
-    if kind != "yarn":
-        raise ValueError(f"rope_type {kind!r} is not covered")
-    if rope.get("factor") is None or rope.get("attention_factor") or rope.get("truncate") is False:
-        raise ValueError("yarn with attention_factor, truncate: false or no factor is not covered")
-    mscale, all_dim = (float(rope.get(key) or 0.0) for key in ("mscale", "mscale_all_dim"))
-    if bool(mscale) != bool(all_dim):
-        # The family's original code and transformers disagree on what one without the other means.
-        raise ValueError("yarn with only one of mscale and mscale_all_dim is not covered")
-    if not all_dim:
-        # Plain YaRN: rotations scaled by 0.1 ln(factor) + 1, softmax scale as it is.
-        mscale = 1.0
-    length = rope.get("original_max_position_embeddings") or raw["max_position_embeddings"]
-    return RopeParameters(
-        rope_type="yarn",
-        rope_theta=theta,
-        factor=float(rope["factor"]),
-        original_max_position_embeddings=int(length),
-        beta_fast=float(rope.get("beta_fast") or 32.0),
-        beta_slow=float(rope.get("beta_slow") or 1.0),
-        mscale=mscale,
-        mscale_all_dim=all_dim,
-    )

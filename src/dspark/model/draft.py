@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dspark.config.architecture import DraftConfig
+from dspark.config.architecture import DraftConfig, K3DraftConfig
 from dspark.model.heads import ConfidenceHead, MarkovHead
 from dspark.model.layers import RMSNorm, SwiGLU
 from dspark.model.mla import LatentAttention, LatentDims
@@ -25,6 +25,7 @@ class DraftLayer(nn.Module):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
+        assert isinstance(config, K3DraftConfig)
         dims = LatentDims(
             hidden=config.hidden_size,
             heads=config.num_attention_heads,

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dspark.config.layers import to_convention
 from dspark.errors import DecodingError, TargetError
 from dspark.model.cache import Span
-from dspark.model.target import TargetOutput, checked_layer_ids, hf_hidden_state_index
+from dspark.model.target import TargetOutput, checked_layer_ids
 
 NORM_NAMES = ("norm", "final_layer_norm", "final_layernorm", "final_norm", "ln_f", "norm_f")
 KEYED_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -190,9 +191,10 @@ class HFTarget:
             raise _refusal(f"{type(error).__name__} on a first forward: {error}") from error
         if golden is None or len(golden) != self.num_layers + 1 or len(states) != len(everything):
             raise _refusal("layers that transformers does not report as hidden_states")
-        for i, state in zip(self.layer_ids, states, strict=False):
-            if not torch.equal(state, golden[hf_hidden_state_index(i)]):
-                raise _refusal(f"an output of layer {i} that is not hidden_states[{i + 1}]")
+        numbers = to_convention(self.layer_ids, "hf_hidden_states")
+        for i, number, state in zip(self.layer_ids, numbers, states, strict=False):
+            if not torch.equal(state, golden[number]):
+                raise _refusal(f"an output of layer {i} that is not hidden_states[{number}]")
         if not _same(self.norm(states[-1]), golden[-1]):
             raise _refusal("a final norm that does not give the last hidden state")
         if not _same(self.logits(golden[-1]), out.logits):

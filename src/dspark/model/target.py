@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dspark.config.architecture import check_layer_ids
+from dspark.config.layers import check_layer_ids
 from dspark.config.target import TargetConfig
 from dspark.errors import TargetError
 from dspark.model.cache import RowCache, Span
@@ -25,15 +25,6 @@ from dspark.model.mla import LatentAttention, LatentDims
 
 # DeepSeek-V3 builds its two latent norms without passing rms_norm_eps: they keep their default.
 LATENT_EPS = 1e-6
-
-
-def hf_hidden_state_index(layer_id: int) -> int:
-    """The one conversion of a tapped layer id to Hugging Face's ``hidden_states`` index.
-
-    Id i means the residual stream AFTER decoder layer i, and ``hidden_states[0]`` is the embedding
-    (contract, section 2). Engines that count the same way (vLLM's internal aux layers) use it too.
-    """
-    return layer_id + 1
 
 
 def checked_layer_ids(ids: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
