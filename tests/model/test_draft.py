@@ -128,15 +128,15 @@ def test_block_inputs_are_the_anchor_and_masks(draft: DSparkDraft) -> None:
     assert ids.tolist() == [[7, 60, 60, 60, 60], [9, 60, 60, 60, 60]]
 
 
-@pytest.mark.parametrize("absorbed", [False, True])
+@pytest.mark.parametrize("serving", [False, True])
 def test_block_rows_see_the_whole_block_in_both_directions(
-    draft: DSparkDraft, absorbed: bool
+    draft: DSparkDraft, serving: bool
 ) -> None:
     rows = context_of(draft, 8)
     ids = draft.block_ids(torch.tensor([7]))
 
     def run(ids: Tensor) -> Tensor:
-        return draft.backbone(ids, block_at(8), rows, None, absorbed=absorbed)[0]
+        return draft.backbone(ids, block_at(8), rows, None, serving=serving)[0]
 
     base = run(ids)
     last, first = ids.clone(), ids.clone()
@@ -206,8 +206,8 @@ def test_blocks_under_a_dense_mask_equal_blocks_served_alone(draft: DSparkDraft)
     for b, anchor in enumerate(anchors):
         own = [row[:, :anchor] for row in rows]
         block_ids = draft.block_ids(tokens[b : b + 1])
-        for absorbed in (False, True):
-            alone = draft.backbone(block_ids, block_at(anchor), own, None, absorbed=absorbed)
+        for serving in (False, True):
+            alone = draft.backbone(block_ids, block_at(anchor), own, None, serving=serving)
             assert gap(together[b], alone[0]) < 1e-5
 
 

@@ -115,31 +115,31 @@ def test_absorbed_equals_plain(q_lora: int | None, rope: RopeParameters) -> None
     mask[..., 0] = True
     for allowed in (None, mask):
         want = module(x, turn, rows, allowed)
-        assert gap(module.absorbed(x, turn, rows, allowed), want) < 1e-5
+        assert gap(module.serve(x, turn, rows, allowed), want) < 1e-5
     assert gap(module(x, turn, rows, mask), module(x, turn, rows, None)) > 0.05
 
 
 def test_absorbed_follows_weights_that_change() -> None:
     module = attention()
     x, turn, rows = inputs(module, queries=3, keys=9)
-    before = module.absorbed(x, turn, rows, None)
+    before = module.serve(x, turn, rows, None)
     module.kv_b_proj.weight.mul_(1.5)
-    after = module.absorbed(x, turn, rows, None)
+    after = module.serve(x, turn, rows, None)
     assert gap(after, module(x, turn, rows, None)) < 1e-5
     assert gap(after, before) > 0.1
     half = module.to(torch.bfloat16)
     x, turn, rows = inputs(half, queries=3, keys=9)
-    assert gap(half.absorbed(x, turn, rows, None), half(x, turn, rows, None)) < 0.05
+    assert gap(half.serve(x, turn, rows, None), half(x, turn, rows, None)) < 0.05
 
 
 def test_absorbed_still_works_when_linears_are_packed() -> None:
     module = attention()
     x, turn, rows = inputs(module, queries=3, keys=9)
     want = module(x, turn, rows, None)
-    module.absorb()
+    module.prepare_serving()
     assert pack_linears(module, torch.float32) == 5
     assert "kv_b_proj.weight" not in module.state_dict()
-    assert gap(module.absorbed(x, turn, rows, None), want) < 1e-5
+    assert gap(module.serve(x, turn, rows, None), want) < 1e-5
     assert gap(module(x, turn, rows, None), want) < 1e-5
 
 
@@ -149,7 +149,7 @@ def test_a_query_that_may_attend_to_nothing_gives_zeros(form: str) -> None:
     x, turn, rows = inputs(module, queries=3, keys=9)
     mask = torch.ones(2, 1, 3, 12, dtype=torch.bool)
     mask[0, :, 1] = False
-    attend = module if form == "plain" else module.absorbed
+    attend = module if form == "plain" else module.serve
     out = attend(x, turn, rows, mask)
     assert torch.equal(out[0, 1], torch.zeros(DIMS.hidden))
     free = attend(x, turn, rows, None)

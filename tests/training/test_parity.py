@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiny_models import (
     BLOCK,
+    DRAFTS,
     answer,
     one_thread,  # noqa: F401 (autouse)
     record_of,
@@ -20,14 +21,12 @@ from tiny_models import (
 )
 from torch import Tensor
 
-from dspark.config.architecture import MarkovHeadType
 from dspark.engine.drafter import Drafter
 from dspark.hidden.record import HiddenRecord
 from dspark.model.draft import DSparkDraft
 from dspark.training.anchors import build_blocks
 from dspark.training.step import block_states
 
-KINDS: tuple[MarkovHeadType, ...] = ("vanilla", "gated", "rnn")
 TOLERANCE = 1e-5
 PROMPT, ANSWER = 5, 18
 TARGET = tiny_target()
@@ -42,9 +41,9 @@ def record() -> HiddenRecord:
     )
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=DRAFTS, ids="-".join)
 def draft(request: pytest.FixtureRequest) -> DSparkDraft:
-    return tiny_draft(request.param, target=TARGET).eval()
+    return tiny_draft(*request.param, target=TARGET).eval()
 
 
 ANCHORS = [PROMPT, PROMPT + 1, PROMPT + 7, PROMPT + ANSWER - 2 - BLOCK]
@@ -71,7 +70,7 @@ def serving_layout(
     record: HiddenRecord,
     anchor: int,
     *,
-    absorbed: bool,
+    serving: bool,
     context: int | None = None,
     shift: int = 0,
 ) -> tuple[Tensor, Tensor]:
@@ -84,7 +83,7 @@ def serving_layout(
     rows = draft.context_rows(draft.context(known), seen)
     positions = (torch.arange(anchor, anchor + BLOCK) + shift).unsqueeze(0)
     ids = draft.block_ids(record.ids[anchor].long().view(1))
-    h = draft.backbone(ids, positions, rows, None, absorbed=absorbed)[0]
+    h = draft.backbone(ids, positions, rows, None, serving=serving)[0]
     state, logits = draft.markov_head.start(h[0]), []
     for k in range(BLOCK):
         previous = record.ids[anchor + k].long()
@@ -100,13 +99,13 @@ def distance(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> float:
     )
 
 
-@pytest.mark.parametrize("absorbed", [False, True])
+@pytest.mark.parametrize("serving", [False, True])
 def test_training_layout_equals_serving_layout(
-    draft: DSparkDraft, record: HiddenRecord, absorbed: bool
+    draft: DSparkDraft, record: HiddenRecord, serving: bool
 ) -> None:
     h, logits = training_layout(draft, record)
     for i, anchor in enumerate(ANCHORS):
-        served = serving_layout(draft, record, anchor, absorbed=absorbed)
+        served = serving_layout(draft, record, anchor, serving=serving)
         assert distance((h[i], logits[i]), served) < TOLERANCE
 
 
@@ -116,15 +115,15 @@ def test_every_wrong_layout_would_be_noticed(draft: DSparkDraft, record: HiddenR
         trained = (h[i], logits[i])
         wrong = {
             "positions shifted by one": serving_layout(
-                draft, record, anchor, absorbed=False, shift=1
+                draft, record, anchor, serving=False, shift=1
             ),
             "the anchor's own state in the context": serving_layout(
-                draft, record, anchor, absorbed=False, context=anchor + 1
+                draft, record, anchor, serving=False, context=anchor + 1
             ),
             "one context row missing": serving_layout(
-                draft, record, anchor, absorbed=False, context=anchor - 1
+                draft, record, anchor, serving=False, context=anchor - 1
             ),
-            "the next anchor": serving_layout(draft, record, anchor + 1, absorbed=False),
+            "the next anchor": serving_layout(draft, record, anchor + 1, serving=False),
         }
         for name, served in wrong.items():
             assert distance(trained, served) > 100 * TOLERANCE, name

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from tiny_models import (
     BLOCK,
+    DRAFTS,
     VOCAB,
     gradients,
     one_thread,  # noqa: F401 (autouse)
@@ -20,14 +21,13 @@ from tiny_models import (
 )
 from torch import Tensor
 
-from dspark.config.architecture import MarkovHeadType
+from dspark.config.architecture import Flavour, MarkovHeadType
 from dspark.model.draft import DSparkDraft
 from dspark.training.anchors import Blocks, attention_mask, build_blocks, eligible
 from dspark.training.step import StepOutput, Vocabulary, block_states, training_step, window_weight
 
 COEFFICIENTS = (0.1, 0.9, 1.0)
 DECAY = 4.0
-KINDS: tuple[MarkovHeadType, ...] = ("vanilla", "gated", "rnn")
 TARGET = tiny_target()
 RECORDS = tiny_records(TARGET, 5)
 WHOLE = Vocabulary.of(TARGET.head_weight(), None, torch.float32)
@@ -74,9 +74,9 @@ def step(
 
 
 def gradients_of(
-    kind: MarkovHeadType, batches: Sequence[Blocks], denominator: float
+    kind: MarkovHeadType, flavour: Flavour, batches: Sequence[Blocks], denominator: float
 ) -> dict[str, Tensor]:
-    draft = tiny_draft(kind)
+    draft = tiny_draft(kind, flavour)
     for blocks in batches:
         step(draft, blocks, denominator)
     return gradients(draft)
@@ -88,11 +88,11 @@ def farthest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("support", [None, SUPPORT])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "flavour"), DRAFTS)
 def test_loss_equals_the_contract_slot_by_slot(
-    kind: MarkovHeadType, support: Tensor | None
+    kind: MarkovHeadType, flavour: Flavour, support: Tensor | None
 ) -> None:
-    draft, blocks = tiny_draft(kind), blocks_of([0, 1, 2], [3, 1, 4])
+    draft, blocks = tiny_draft(kind, flavour), blocks_of([0, 1, 2], [3, 1, 4])
     vocabulary = Vocabulary.of(TARGET.head_weight(), support, torch.float32)
     out = step(draft, blocks, 7.5, vocabulary)
     with torch.no_grad():
@@ -136,17 +136,19 @@ def test_greedy_agreement_is_about_the_targets_own_choice_not_the_best_of_the_su
     assert float(out.stats.agree[lost].sum()) == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_accumulating_single_records_equals_one_batch_of_them(kind: MarkovHeadType) -> None:
+@pytest.mark.parametrize(("kind", "flavour"), DRAFTS)
+def test_accumulating_single_records_equals_one_batch_of_them(
+    kind: MarkovHeadType, flavour: Flavour
+) -> None:
     numbers, counts = [0, 1, 2, 3], [1, 6, 2, 4]
     alone = [blocks_of([i], [n]) for i, n in zip(numbers, counts, strict=True)]
     together = [blocks_of(numbers, counts)]
     weight = window_weight(alone, DECAY)
     assert window_weight(together, DECAY) == pytest.approx(weight, rel=1e-12)
-    want = gradients_of(kind, together, weight)
-    assert farthest(gradients_of(kind, alone, weight), want) < 2e-6
+    want = gradients_of(kind, flavour, together, weight)
+    assert farthest(gradients_of(kind, flavour, alone, weight), want) < 2e-6
     # Normalising every micro-batch by its own weight is another objective, by far.
-    other = tiny_draft(kind)
+    other = tiny_draft(kind, flavour)
     for blocks in alone:
         step(other, blocks, window_weight([blocks], DECAY) * len(alone))
     assert farthest(gradients(other), want) > 1e-2
@@ -162,10 +164,12 @@ def test_window_weight_is_the_sum_of_weights_of_counted_slots() -> None:
     assert window_weight([blocks, blocks], DECAY) == pytest.approx(2 * want, rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_record_alone_gives_the_rows_it_gives_in_a_batch(kind: MarkovHeadType) -> None:
+@pytest.mark.parametrize(("kind", "flavour"), DRAFTS)
+def test_a_record_alone_gives_the_rows_it_gives_in_a_batch(
+    kind: MarkovHeadType, flavour: Flavour
+) -> None:
     numbers, counts = [0, 1, 2, 3], [2, 6, 3, 1]
-    draft = tiny_draft(kind)
+    draft = tiny_draft(kind, flavour)
     blocks = blocks_of(numbers, counts)
     together = step(draft, blocks)
     owner = torch.arange(4).view(-1, 1, 1).expand_as(blocks.slot_mask)[blocks.slot_mask]
@@ -211,39 +215,44 @@ def scrambled(blocks: Blocks, lengths: list[int]) -> Blocks:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_dropped_blocks_and_padding_get_exactly_zero_gradient(kind: MarkovHeadType) -> None:
+@pytest.mark.parametrize(("kind", "flavour"), DRAFTS)
+def test_dropped_blocks_and_padding_get_exactly_zero_gradient(
+    kind: MarkovHeadType, flavour: Flavour
+) -> None:
     numbers, counts = [0, 1], [2, 6]
     lengths = [len(RECORDS[i]) for i in numbers]
     blocks = with_dropped(blocks_of(numbers, counts), 1, 2)
     assert lengths[0] != lengths[1]
     assert int((~blocks.slot_mask.any(-1)).sum()) >= 2  # one dropped block, some padding anchors
-    want = gradients_of(kind, [blocks], 10.0)
-    got = gradients_of(kind, [scrambled(blocks, lengths)], 10.0)
+    want = gradients_of(kind, flavour, [blocks], 10.0)
+    got = gradients_of(kind, flavour, [scrambled(blocks, lengths)], 10.0)
     assert all(torch.equal(got[name], want[name]) for name in want)
     # The same scrambling of a block that counts does move gradients.
     counted = blocks_of(numbers, counts)
     moved = replace(counted, labels=scrambled(blocks, lengths).labels)
-    assert farthest(gradients_of(kind, [moved], 10.0), gradients_of(kind, [counted], 10.0)) > 1e-4
+    base = gradients_of(kind, flavour, [counted], 10.0)
+    assert farthest(gradients_of(kind, flavour, [moved], 10.0), base) > 1e-4
 
 
 def test_a_dropped_block_is_as_good_as_never_chosen() -> None:
     chosen = anchors_of(1, 4)
     with_it = with_dropped(build_blocks([RECORDS[1]], [chosen], BLOCK), 0, 1)
     without = build_blocks([RECORDS[1]], [chosen[[0, 2, 3]]], BLOCK)
-    a, b = gradients_of("vanilla", [with_it], 5.0), gradients_of("vanilla", [without], 5.0)
-    assert farthest(a, b) < 1e-6
+    want = gradients_of("vanilla", "qwen3", [without], 5.0)
+    assert farthest(gradients_of("vanilla", "qwen3", [with_it], 5.0), want) < 1e-6
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_states_nobody_may_see_get_exactly_zero_gradient(kind: MarkovHeadType) -> None:
+@pytest.mark.parametrize(("kind", "flavour"), DRAFTS)
+def test_states_nobody_may_see_get_exactly_zero_gradient(
+    kind: MarkovHeadType, flavour: Flavour
+) -> None:
     """Padded positions, and everything at or behind the last anchor that counts."""
     numbers = [0, 1]
     blocks = blocks_of(numbers, [3, 2])
     # The last anchors do not count: what only they could see must stay untouched too.
     blocks = with_dropped(with_dropped(blocks, 0, 2), 1, 1)
     taps = blocks.taps.clone().requires_grad_(True)
-    step(tiny_draft(kind), replace(blocks, taps=taps))
+    step(tiny_draft(kind, flavour), replace(blocks, taps=taps))
     assert taps.grad is not None
     for row, number in enumerate(numbers):
         counted = blocks.anchors[row][blocks.slot_mask[row].any(-1)]
@@ -253,11 +262,11 @@ def test_states_nobody_may_see_get_exactly_zero_gradient(kind: MarkovHeadType) -
         assert float(taps.grad[row, :last].abs().amin(dim=(-1, -2)).min()) > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "flavour"), DRAFTS)
 def test_every_trainable_parameter_learns_and_the_embedding_stays_frozen(
-    kind: MarkovHeadType,
+    kind: MarkovHeadType, flavour: Flavour
 ) -> None:
-    draft = tiny_draft(kind, target=TARGET)
+    draft = tiny_draft(kind, flavour, target=TARGET)
     step(draft, blocks_of([0, 1, 2], [4, 4, 4]))
     for name, gradient in gradients(draft).items():
         assert float(gradient.abs().max()) > 0, name

@@ -7,12 +7,20 @@ states come out of its own forward, so the self-test and the loss see what they 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dspark.config.architecture import K3DraftConfig, MarkovHeadType, RopeParameters
+from dspark.config.architecture import (
+    DraftConfig,
+    Flavour,
+    K3DraftConfig,
+    MarkovHeadType,
+    Qwen3DraftConfig,
+    RopeParameters,
+)
 from dspark.config.recipe import LossSection, TrainSection
 from dspark.config.target import TargetConfig
 from dspark.hidden.record import HiddenRecord
@@ -27,6 +35,12 @@ HIDDEN = 32
 TAPS = (0, 2)
 BLOCK = 4
 MASK_ID = 96
+DRAFTS: tuple[tuple[MarkovHeadType, Flavour], ...] = (
+    ("vanilla", "k3"),
+    ("gated", "k3"),
+    ("rnn", "k3"),
+    ("vanilla", "qwen3"),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,35 +79,46 @@ def tiny_target(seed: int = 0) -> DecoderTarget:
     return target.eval().requires_grad_(False)
 
 
-def tiny_config(kind: MarkovHeadType = "vanilla", *, rank: int = 6) -> K3DraftConfig:
+def tiny_config(
+    kind: MarkovHeadType = "vanilla", flavour: Flavour = "k3", *, rank: int = 6
+) -> DraftConfig:
+    shared: dict[str, Any] = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 256,
+        "target_layer_ids": TAPS,
+        "target_num_hidden_layers": 4,
+        "target_hidden_size": HIDDEN,
+        "mask_token_id": MASK_ID,
+        "markov_rank": rank,
+        "markov_head_type": kind,
+        "block_size": BLOCK,
+    }
+    if flavour == "qwen3":
+        return Qwen3DraftConfig(**shared, num_key_value_heads=2, head_dim=6)
     return K3DraftConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **shared,
         q_lora_rank=12,
         kv_lora_rank=10,
         qk_nope_head_dim=6,
         qk_rope_head_dim=4,
         v_head_dim=5,
-        vocab_size=VOCAB,
-        max_position_embeddings=256,
-        target_layer_ids=TAPS,
-        target_num_hidden_layers=4,
-        target_hidden_size=HIDDEN,
-        mask_token_id=MASK_ID,
-        markov_rank=rank,
-        markov_head_type=kind,
-        block_size=BLOCK,
     )
 
 
 def tiny_draft(
-    kind: MarkovHeadType = "vanilla", *, seed: int = 1, target: DecoderTarget | None = None
+    kind: MarkovHeadType = "vanilla",
+    flavour: Flavour = "k3",
+    *,
+    seed: int = 1,
+    target: DecoderTarget | None = None,
 ) -> DSparkDraft:
     """A draft in which no parameter is at a neutral start, so that every path carries signal."""
     embedding = None if target is None else target.embedding_weight()
-    draft = initialise(DSparkDraft(tiny_config(kind)), embedding, seed)
+    draft = initialise(DSparkDraft(tiny_config(kind, flavour)), embedding, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in draft.named_parameters():

@@ -1,7 +1,7 @@
-"""The draft at serving time: cached latent rows, one block pass, the sequential Markov head.
+"""The draft at serving time: cached context rows, one block pass, the sequential Markov head.
 
 Rows of every draft layer lie in one buffer per layer and are written only from target states, after
-every target forward. A block of ``block_size`` queries reads them unexpanded (absorbed MLA).
+every target forward. A block of ``block_size`` queries reads them as they lie.
 
 A draft with a folded vocabulary (``dspark.model.support``) is projected on its few thousand
 tokens only; q is exactly zero elsewhere, and verification sees it as such.
@@ -28,7 +28,7 @@ from dspark.model.support import read_support
 
 @dataclass
 class DraftRows:
-    """Latent context rows of one request: a [1, capacity, row] tensor per layer.
+    """Context rows of one request: a [1, capacity, row] tensor per layer.
 
     ``valid`` counts rows written from target states; nothing at or behind it is ever read.
     """
@@ -60,12 +60,12 @@ class Drafter:
         linear.weight = torch.nn.Parameter(kept.to(w2.dtype), requires_grad=False)
         self.head = packed_or_plain(linear, w2.dtype) if pack else linear
         for layer in draft.draft_layers:
-            layer.self_attn.absorb()
+            layer.self_attn.prepare_serving()
         if pack:
             # The Markov output matrix is used as a plain product per slot; everything else packs.
             context = draft.context_proj
             assert isinstance(context, torch.nn.Linear)
-            draft.context_proj = packed_or_plain(context, w2.dtype)
+            setattr(draft, draft.names.context_proj, packed_or_plain(context, w2.dtype))
             for layer in draft.draft_layers:
                 pack_linears(layer, w2.dtype)
 
@@ -98,7 +98,7 @@ class Drafter:
         # Positions behind the target's context are clamped: those slots are never emitted.
         positions = positions.clamp(max=self.draft.config.max_position_embeddings - 1)
         context = [layer[:, :position] for layer in rows.layers]
-        return self.draft.backbone(ids, positions.unsqueeze(0), context, None, absorbed=True)[0]
+        return self.draft.backbone(ids, positions.unsqueeze(0), context, None, serving=True)[0]
 
     def draft_block(self, anchor: int, position: int, rows: DraftRows) -> tuple[Tensor, Tensor]:
         """(states [K, H], base logits [K, V']) before the Markov head."""

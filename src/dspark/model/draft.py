@@ -1,8 +1,12 @@
 """The DSpark draft: a few dense non-causal layers that draft a whole block in one pass.
 
 Context enters once per token: the tapped target states are concatenated, projected and normalised
-(``context``), and every layer turns that vector into its own latent row (``context_rows``). Rows
-are cached, so a decoding step only pays for the ``block_size`` rows ``[anchor, MASK, ...]``.
+(``context``), and every layer turns that vector into its own row (``context_rows``): a latent row
+(k3) or keys and values (qwen3). Rows are cached, so a decoding step only pays for the
+``block_size`` rows ``[anchor, MASK, ...]``.
+
+Flavours differ in the attention module and in three names, nowhere else: parameters are called as
+published, so a state dict is a checkpoint.
 
 The same modules serve two layouts: *training* (many blocks of one sequence under a dense mask, see
 ``dspark.training.anchors``) and *serving* (one block over cached rows). Their equality is the
@@ -14,30 +18,43 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dspark.config.architecture import DraftConfig, K3DraftConfig
+from dspark.config.architecture import DraftConfig, K3DraftConfig, Qwen3DraftConfig
+from dspark.model.gqa import GroupedBlockAttention
 from dspark.model.heads import ConfidenceHead, MarkovHead
 from dspark.model.layers import RMSNorm, SwiGLU
 from dspark.model.mla import LatentAttention, LatentDims
+from dspark.model.weights import DRAFT_NAMES
+
+
+def block_attention(config: DraftConfig) -> LatentAttention | GroupedBlockAttention:
+    """The one module in which flavours differ.
+
+    Both make the cached row of a token (``rows``) and attend over rows, in a form for many queries
+    (``forward``) and one for a single block over a long context (``serve``).
+    """
+    if isinstance(config, Qwen3DraftConfig):
+        return GroupedBlockAttention(config)
+    assert isinstance(config, K3DraftConfig)
+    dims = LatentDims(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        q_lora=config.q_lora_rank,
+        kv_lora=config.kv_lora_rank,
+        nope=config.qk_nope_head_dim,
+        rope=config.qk_rope_head_dim,
+        v=config.v_head_dim,
+        eps=config.rms_norm_eps,
+    )
+    return LatentAttention(dims, config.rope_parameters)
 
 
 class DraftLayer(nn.Module):
-    """Pre-norm MLA + SwiGLU. Context rows bypass ``input_layernorm``; block rows do not."""
+    """Pre-norm attention + SwiGLU. Context rows bypass ``input_layernorm``; block rows do not."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        assert isinstance(config, K3DraftConfig)
-        dims = LatentDims(
-            hidden=config.hidden_size,
-            heads=config.num_attention_heads,
-            q_lora=config.q_lora_rank,
-            kv_lora=config.kv_lora_rank,
-            nope=config.qk_nope_head_dim,
-            rope=config.qk_rope_head_dim,
-            v=config.v_head_dim,
-            eps=config.rms_norm_eps,
-        )
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = LatentAttention(dims, config.rope_parameters)
+        self.self_attn = block_attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
@@ -48,20 +65,21 @@ class DraftLayer(nn.Module):
         context_rows: Tensor,
         mask: Tensor | None,
         *,
-        absorbed: bool = False,
+        serving: bool = False,
     ) -> Tensor:
         """x [B, Q, H] over ``context_rows`` [B, S, row] and its own rows -> [B, Q, H]."""
         normed = self.input_layernorm(x)
         own = self.self_attn.rows(normed, rotation)
         rows = torch.cat([context_rows.to(own.dtype), own], dim=1)
-        attend = self.self_attn.absorbed if absorbed else self.self_attn
+        attend = self.self_attn.serve if serving else self.self_attn
         x = x + attend(normed, rotation, rows, mask)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
 
 class DSparkDraft(nn.Module):
-    """K3-flavour draft. State-dict names are exactly the published ones (contract, section 3).
+    """A draft of either flavour. State-dict names are exactly the published ones (contract,
+    section 3); in code the parts that have two names go by those of the k3 flavour.
 
     The target's ``lm_head`` is not part of the draft; callers pass its weight where logits are
     needed. ``embed_tokens`` is the target's embedding, frozen, kept for engines that load it.
@@ -72,18 +90,38 @@ class DSparkDraft(nn.Module):
         self.config = config
         hidden = config.hidden_size
         taps = len(config.target_layer_ids)
-        self.context_proj: nn.Module = nn.Linear(
+        self.names = DRAFT_NAMES[config.flavour]
+        self._modules[self.names.context_proj] = nn.Linear(
             taps * config.target_hidden_size, hidden, bias=False
         )
-        self.context_norm = RMSNorm(hidden, config.rms_norm_eps)
+        self._modules[self.names.context_norm] = RMSNorm(hidden, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
-        self.final_norm = RMSNorm(hidden, config.rms_norm_eps)
+        self._modules[self.names.final_norm] = RMSNorm(hidden, config.rms_norm_eps)
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
         self.embed_tokens.weight.requires_grad_(False)
         self.markov_head = MarkovHead(
             config.markov_head_type, config.vocab_size, config.markov_rank, hidden
         )
         self.confidence_head = ConfidenceHead(hidden, config.markov_rank)
+
+    @property
+    def context_proj(self) -> nn.Module:
+        found = self._modules[self.names.context_proj]
+        assert found is not None
+        return found
+
+    @property
+    def context_norm(self) -> RMSNorm:
+        return self._norm(self.names.context_norm)
+
+    @property
+    def final_norm(self) -> RMSNorm:
+        return self._norm(self.names.final_norm)
+
+    def _norm(self, name: str) -> RMSNorm:
+        found = self._modules[name]
+        assert isinstance(found, RMSNorm)
+        return found
 
     @property
     def draft_layers(self) -> list[DraftLayer]:
@@ -99,7 +137,7 @@ class DSparkDraft(nn.Module):
         return out
 
     def context_rows(self, context: Tensor, positions: Tensor) -> list[Tensor]:
-        """One latent-row tensor [B, S, row] per layer for tokens at ``positions`` [B, S]."""
+        """One tensor of rows [B, S, row] per layer for tokens at ``positions`` [B, S]."""
         rotation = self.rotation(positions)
         return [layer.self_attn.rows(context, rotation) for layer in self.draft_layers]
 
@@ -110,16 +148,17 @@ class DSparkDraft(nn.Module):
         context_rows: list[Tensor],
         mask: Tensor | None,
         *,
-        absorbed: bool = False,
+        serving: bool = False,
     ) -> Tensor:
         """Block ids [B, Q] at ``positions`` [B, Q] -> final-normed hidden states [B, Q, H].
 
         ``mask`` [B, 1, Q, S + Q] boolean, or None when every block row sees every row given.
+        ``serving`` picks the attention's form for one block over a long context (no gradients).
         """
         x: Tensor = self.embed_tokens(block_ids).to(self.context_norm.weight.dtype)
         rotation = self.rotation(positions)
         for layer, rows in zip(self.draft_layers, context_rows, strict=True):
-            x = layer(x, rotation, rows, mask, absorbed=absorbed)
+            x = layer(x, rotation, rows, mask, serving=serving)
         out: Tensor = self.final_norm(x)
         return out
 

@@ -1,7 +1,12 @@
-"""Grouped-query attention with fused projections, for ordinary targets (Llama, Qwen, SmolLM).
+"""Grouped-query attention: of ordinary targets (Llama, Qwen, SmolLM) and of the qwen3 draft.
 
-Query, key and value come out of one matrix product, and queries and keys are rotated in one
-complex multiplication. Checkpoints keep them apart; ``dspark.model.weights`` joins them.
+A target's query, key and value come out of one matrix product, and queries and keys are rotated in
+one complex multiplication. Checkpoints keep them apart; ``dspark.model.weights`` joins them.
+
+The draft's attention is Qwen3's with two changes (DeepSpec, ``modeling/dspark/qwen3``): it is not
+causal, and keys and values of the context are made from the context vectors of
+:class:`~dspark.model.draft.DSparkDraft`, not from the layer's own input. ``k_norm`` and rotation
+treat both alike, so a cached row is simply ``[keys | values]`` of one token.
 """
 
 from __future__ import annotations
@@ -10,11 +15,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dspark.config.architecture import Qwen3DraftConfig
 from dspark.config.target import TargetConfig
 from dspark.model.cache import RowCache, Span
-from dspark.model.layers import RMSNorm, rotate
+from dspark.model.layers import RMSNorm, Rope, rotate, rotate_halves
 
 SHORT = 16  # queries up to which the grouped product beats SDPA on CPU
+
+
+def attend_few(q: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """q [B, heads, T, d] over key/value [B, kv_heads, N, d] -> [B, heads, T, d], for few queries.
+
+    Two products grouped by key head read every key once. SDPA's CPU kernel pads query blocks and
+    measured 5x slower (batch 64, one query, 181 keys). ``mask`` is boolean, [T, N] or
+    [B, 1, T, N], True = may attend; every query must see a key.
+    """
+    heads, kv_heads, length = q.shape[1], key.shape[1], q.shape[2]
+    group = heads // kv_heads
+    grouped = torch.unflatten(q, 1, (kv_heads, group)).flatten(2, 3)
+    grouped = grouped * q.shape[-1] ** -0.5
+    scores = torch.matmul(grouped, key.transpose(-1, -2))
+    if mask is not None:
+        scores = torch.unflatten(scores, 2, (group, length))
+        allowed = mask if mask.dim() == 2 else mask.unsqueeze(1)
+        scores = scores.masked_fill(~allowed, float("-inf")).flatten(2, 3)
+    mixed = torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype), value)
+    return torch.unflatten(mixed, 2, (group, length)).flatten(1, 2)
 
 
 class GroupedAttention(nn.Module):
@@ -53,8 +79,7 @@ class GroupedAttention(nn.Module):
 
     def _attend(self, q: Tensor, key: Tensor, value: Tensor, span: Span) -> Tensor:
         """q [B, heads, T, d] over key/value [B, kv_heads, N, d] -> [B, heads, T, d]."""
-        length = q.shape[2]
-        if length > SHORT or span.causal:
+        if q.shape[2] > SHORT or span.causal:
             return F.scaled_dot_product_attention(
                 q,
                 key,
@@ -63,15 +88,56 @@ class GroupedAttention(nn.Module):
                 is_causal=span.causal,
                 enable_gqa=self.heads != self.kv_heads,
             )
-        # Few queries: two products grouped by key head read every key once. SDPA's CPU kernel
-        # pads query blocks and measured 5x slower here (batch 64, one query, 181 keys).
-        group = self.heads // self.kv_heads
-        grouped = torch.unflatten(q, 1, (self.kv_heads, group)).flatten(2, 3)
-        grouped = grouped * self.head_dim**-0.5
-        scores = torch.matmul(grouped, key.transpose(-1, -2))
-        if span.mask is not None:
-            scores = torch.unflatten(scores, 2, (group, length))
-            allowed = span.mask if span.mask.dim() == 2 else span.mask.unsqueeze(1)
-            scores = scores.masked_fill(~allowed, float("-inf")).flatten(2, 3)
-        mixed = torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype), value)
-        return torch.unflatten(mixed, 2, (group, length)).flatten(1, 2)
+        return attend_few(q, key, value, span.mask)
+
+
+class GroupedBlockAttention(nn.Module):
+    """Attention of one qwen3 draft layer; names and rotary layout as published."""
+
+    def __init__(self, config: Qwen3DraftConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
+        hidden, width = config.hidden_size, self.kv_heads * self.head_dim
+        self.rope = Rope(self.head_dim, config.rope_parameters)
+        self.q_proj = nn.Linear(hidden, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden, width, bias=False)
+        self.v_proj = nn.Linear(hidden, width, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, hidden, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def rows(self, x: Tensor, rotation: Tensor) -> Tensor:
+        """Rows of x [B, T, hidden] at ``rotation`` [B, T, head_dim/2] -> [B, T, row]."""
+        key = self.k_norm(self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)))
+        return torch.cat([rotate_halves(key, rotation).flatten(-2), self.v_proj(x)], -1)
+
+    def _parts(self, x: Tensor, rotation: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, heads, T, d] of x; keys and values [B, kv_heads, N, d] of ``rows``."""
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)))
+        split = torch.unflatten(rows, -1, (2, self.kv_heads, self.head_dim))
+        key, value = split.transpose(1, 3).unbind(2)
+        return rotate_halves(q, rotation).transpose(1, 2), key, value
+
+    def _joined(self, out: Tensor) -> Tensor:
+        mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(-2))
+        return mixed
+
+    def forward(self, x: Tensor, rotation: Tensor, rows: Tensor, mask: Tensor | None) -> Tensor:
+        """x [B, T, hidden] over ``rows`` [B, N, row] -> [B, T, hidden].
+
+        ``mask`` is boolean, broadcastable to [B, 1, T, N], True = may attend. A query that may
+        attend to nothing gives zeros (never NaN).
+        """
+        q, key, value = self._parts(x, rotation, rows)
+        enable_gqa = self.heads != self.kv_heads
+        return self._joined(
+            F.scaled_dot_product_attention(q, key, value, attn_mask=mask, enable_gqa=enable_gqa)
+        )
+
+    def prepare_serving(self) -> None:
+        """Nothing: :meth:`serve` only calls the projections, packed or not."""
+
+    def serve(self, x: Tensor, rotation: Tensor, rows: Tensor, mask: Tensor | None) -> Tensor:
+        """As :meth:`forward`, for one block of queries. Inference only."""
+        return self._joined(attend_few(*self._parts(x, rotation, rows), mask))

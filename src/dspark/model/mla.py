@@ -109,20 +109,20 @@ class LatentAttention(nn.Module):
         mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(-2))
         return mixed
 
-    def absorb(self) -> None:
-        """Keep a plain copy of kv_b_proj for :meth:`absorbed`; needed before packing linears."""
+    def prepare_serving(self) -> None:
+        """Keep a plain copy of kv_b_proj for :meth:`serve`; needed before packing linears."""
         d = self.dims
         weight = self.kv_b_proj.weight.detach()
         self._expansion = weight.view(d.heads, d.nope + d.v, d.kv_lora).clone()
 
-    def absorbed(self, x: Tensor, rotation: Tensor, rows: Tensor, mask: Tensor | None) -> Tensor:
-        """Same result as :meth:`forward`, reading rows unexpanded. Inference only."""
+    def serve(self, x: Tensor, rotation: Tensor, rows: Tensor, mask: Tensor | None) -> Tensor:
+        """Absorbed: as :meth:`forward`, reading rows as they lie. Inference only."""
         d = self.dims
         expansion = self._expansion
         if isinstance(self.kv_b_proj, nn.Linear):
             # The live weight: a copy would be stale after a training step or a cast.
             expansion = self.kv_b_proj.weight.view(d.heads, d.nope + d.v, d.kv_lora)
-        assert expansion is not None, "absorb() must be called before packing"
+        assert expansion is not None, "prepare_serving() must be called before packing"
         up_key, up_value = torch.split(expansion, [d.nope, d.v], 1)
         nope, roped = self.queries(x, rotation)
         query = torch.cat([torch.matmul(nope, up_key), roped], -1)

@@ -1,4 +1,4 @@
-"""The only place that knows checkpoint keys: Hugging Face target names to our modules.
+"""The only place that knows checkpoint keys: of targets, and where the flavours of a draft differ.
 
 Llama-family checkpoints use the half-split rotary layout; ours is interleaved. Rows of q and k (and
 of Qwen3's per-head norms) are permuted once here, which leaves every dot product unchanged.
@@ -7,12 +7,28 @@ of Qwen3's per-head norms) are permuted once here, which leaves every dot produc
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dspark.config.architecture import Flavour
 from dspark.config.target import TargetConfig
 from dspark.errors import TargetError
+
+
+class DraftNames(NamedTuple):
+    """Published names of the parts of a draft that are called differently in its two flavours."""
+
+    context_proj: str
+    context_norm: str
+    final_norm: str
+
+
+DRAFT_NAMES: Mapping[Flavour, DraftNames] = {
+    "k3": DraftNames("context_proj", "context_norm", "final_norm"),
+    "qwen3": DraftNames("fc", "hidden_norm", "norm"),
+}
 
 
 def _interleave(weight: Tensor, head_dim: int) -> Tensor:
