@@ -10,6 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from dspark.config.architecture import Flavour
+from dspark.decoding.sampling import SamplingParams
+from dspark.engine.decode import Decoder, _Request
+from dspark.engine.drafter import Drafter
+from dspark.model.cache import Span
+from dspark.training.stage import train_draft
 from training.tiny_models import (
     one_thread,  # noqa: F401 (autouse)
     target_parts,
@@ -18,13 +25,6 @@ from training.tiny_models import (
     tiny_section,
     tiny_target,
 )
-
-from dspark.config.architecture import Flavour
-from dspark.decoding.sampling import SamplingParams
-from dspark.engine.decode import Decoder, _Request
-from dspark.engine.drafter import Drafter
-from dspark.model.cache import Span
-from dspark.training.stage import train_draft
 
 TARGET = tiny_target()
 END = frozenset({0})

@@ -8,6 +8,7 @@ and template, and the side of the norm the draft was trained on.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from dspark.artifacts import atomic_json, atomic_write
+from dspark.artifacts import atomic_json, atomic_write, sha256_file
 from dspark.config.architecture import DraftConfig
 from dspark.errors import CheckpointError
 from dspark.model.draft import DSparkDraft
@@ -83,6 +84,19 @@ def load_draft(
     draft.load_state_dict({n: t.to(dtype) for n, t in tensors.items()}, assign=True)
     draft.embed_tokens.weight.requires_grad_(False)
     return draft.eval(), provenance
+
+
+def content_hash(folder: Path) -> str:
+    """sha256 (hex) over config.json and all weight files: what a draft started from.
+
+    Raises:
+        CheckpointError: no draft there.
+    """
+    read_config(folder)
+    digest = hashlib.sha256()
+    for path in sorted([folder / CONFIG, *folder.glob("*.safetensors")]):
+        digest.update(f"{path.name}:{sha256_file(path)[1]}\n".encode())
+    return digest.hexdigest()
 
 
 def _check_tensors(path: Path, draft: DSparkDraft, tensors: dict[str, torch.Tensor]) -> None:

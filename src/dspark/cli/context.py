@@ -69,5 +69,13 @@ class RunContext:
             "weights_hash": files.weights_hash(),
         }
 
+    @cached_property
+    def start_hash(self) -> str | None:
+        """Content hash of the draft that ``train.init_from`` names, None without one."""
+        from dspark.checkpoint.draft import content_hash
+
+        start = self.recipe.train.init_from
+        return None if start is None else content_hash(Path(start))
+
     def folder(self, kind: Kind) -> Path:
         return self.root / kind

@@ -53,6 +53,9 @@ def config_of(run: RunContext, kind: Kind) -> dict[str, Any]:
     }
     plain: dict[str, Any] = {"target": run.identity}
     plain |= {name: part.model_dump(mode="json") for name, part in sections[kind].items()}
+    if kind == "draft":
+        # What it starts from counts, where that lies does not.
+        plain["train"]["init_from"] = run.start_hash
     if kind == "states":
         ids = recipe.draft.target_layer_ids
         plain["layer_ids"] = None if ids is None else list(ids)

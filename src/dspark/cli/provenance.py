@@ -36,6 +36,7 @@ def draft_provenance(
         "tapped_stream": "residual after each decoder layer",
         "states_dtype": run.recipe.capture.dtype,
         "data_manifest_sha256": sha256_file(run.folder("states") / MANIFEST)[1],
+        "init_from_sha256": run.start_hash,
         "draft_vocabulary_size": trained.support_size,
         "self_test": {"states": trained.agreement.states, "order": trained.agreement.order},
         "expected_acceptance": {"teacher_forced_tau": last["tau_all"]},

@@ -15,13 +15,13 @@ import torch
 from dspark.artifacts import Kind, atomic_json
 from dspark.bench.local import BenchPrompt, LocalBench, as_json
 from dspark.capture.embedded import capture
-from dspark.checkpoint.draft import load_draft, save_draft
+from dspark.checkpoint.draft import load_draft, read_config, save_draft
 from dspark.checkpoint.target import LoadedTarget
 from dspark.cli.context import RunContext, StageResult
 from dspark.cli.provenance import draft_provenance
 from dspark.config.architecture import DraftConfig
 from dspark.config.recipe import BenchSection
-from dspark.config.resolve import TargetShape, draft_config, layer_ids
+from dspark.config.resolve import TargetShape, differences, draft_config, layer_ids
 from dspark.data.chat import check_mask_token, end_of_turn_ids, prompt_ids
 from dspark.data.prompt import Prompt
 from dspark.data.prompts import build_prompts, read_prompts, write_prompts
@@ -29,6 +29,7 @@ from dspark.data.regenerate import ANSWERS, regenerate
 from dspark.engine.decode import Decoder
 from dspark.engine.drafter import Drafter
 from dspark.engine.generate import BatchGenerator
+from dspark.errors import ConfigError
 from dspark.hidden.answers import read_answers
 from dspark.hidden.disk import DiskStore
 from dspark.training.checkpoint import FILE as RESUME_FILE
@@ -55,6 +56,15 @@ def checked_draft_config(run: RunContext) -> DraftConfig:
     target = run.target
     config = draft_config(run.recipe.draft, target_shape(target))
     check_mask_token(target.tokenizer, config.mask_token_id, config.vocab_size, end_ids(target))
+    if run.recipe.train.init_from is not None:
+        found, _ = read_config(Path(run.recipe.train.init_from))
+        if faults := differences(config, found):
+            raise ConfigError(
+                expected="a draft of the flavour, sizes and conventions that this recipe makes",
+                found="; ".join(faults),
+                where=f"train.init_from {run.recipe.train.init_from}",
+                fix="Set the draft section to what that draft has, or start from another one.",
+            )
     return config
 
 
@@ -132,6 +142,9 @@ def run_draft(run: RunContext, folder: Path) -> StageResult:
     config = checked_draft_config(run)
     model = target.build(config.target_layer_ids)
     parts = TargetParts(model.head_weight().float(), model.embedding_weight(), model.norm)
+    start = None
+    if run.recipe.train.init_from is not None:
+        start, _ = load_draft(Path(run.recipe.train.init_from))
     with run.screen.bar("training steps", None) as bar:
 
         def on_step(step: int, total: int, row: dict[str, Any]) -> None:
@@ -144,6 +157,7 @@ def run_draft(run: RunContext, folder: Path) -> StageResult:
             run.recipe.train,
             folder,
             vocabulary_size=run.recipe.draft.vocabulary_size,
+            start=start,
             on_step=on_step,
             on_note=lambda text: run.screen.console.print(f"{'':>12}{text}", highlight=False),
         )

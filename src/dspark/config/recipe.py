@@ -207,8 +207,13 @@ class LossSection(Frozen):
 
 
 class TrainSection(Frozen):
-    """Optimisation. Stops at whichever of ``epochs`` and ``max_seconds`` comes first."""
+    """Optimisation. Stops at whichever of ``epochs`` and ``max_seconds`` comes first.
 
+    ``init_from`` is a draft's folder whose weights (nothing else) are the start instead of random
+    ones; it must be of the same flavour, sizes and conventions.
+    """
+
+    init_from: str | None = Field(default=None, min_length=1)
     seed: NonNegativeInt = 0
     epochs: PositiveFloat = 1.0
     max_seconds: PositiveFloat | None = None
@@ -272,6 +277,10 @@ class Recipe(Frozen):
             raise ValueError(
                 "train.warm_start.markov: bigrams only fit a vanilla Markov head, found "
                 f"draft.markov_head_type {self.draft.markov_head_type}"
+            )
+        if self.train.warm_start.markov and self.train.init_from is not None:
+            raise ValueError(
+                "train.warm_start.markov: would overwrite the Markov head of train.init_from"
             )
         if need > self.target.max_context:
             raise ValueError(

@@ -87,6 +87,21 @@ def draft_config(section: DraftSection, target: TargetShape) -> DraftConfig:
         ) from error
 
 
+def differences(wanted: DraftConfig, found: DraftConfig) -> list[str]:
+    """What keeps the weights of ``found`` from being those of a draft of ``wanted``.
+
+    The number of positions is left out: it only says where positions are clamped.
+    """
+    if wanted.flavour != found.flavour:
+        return [f"flavour {found.flavour} instead of {wanted.flavour}"]
+    have = found.model_dump(mode="json")
+    return [
+        f"{key} {have[key]} instead of {value}"
+        for key, value in wanted.model_dump(mode="json").items()
+        if key != "max_position_embeddings" and have[key] != value
+    ]
+
+
 def _config(section: DraftSection, target: TargetShape) -> DraftConfig:
     heads = section.num_attention_heads or target.num_attention_heads
     shared: dict[str, Any] = {

@@ -1,7 +1,8 @@
 """The train stage: from hidden records to a finished draft.
 
 Order matters and is the same every time: prove the states (self-test), choose the draft
-vocabulary, initialise, warm-start, train, fold the vocabulary into the spare Markov rank.
+vocabulary, initialise, warm-start, train, fold the vocabulary into the spare Markov rank. A draft
+that continues another one takes weights and vocabulary from it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dspark.model.support import clear_spare_rank, fold_support
 from dspark.training.batches import split_validation
 from dspark.training.selftest import Agreement, require_sound_states
 from dspark.training.trainer import OnStep, Trainer
-from dspark.training.warmstart import choose_support, warm_start_markov
+from dspark.training.warmstart import choose_support, continue_from, warm_start_markov
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,16 @@ def train_draft(
     folder: Path,
     *,
     vocabulary_size: int | None,
+    start: DSparkDraft | None = None,
     on_step: OnStep = lambda *_: None,
     on_note: Callable[[str], None] = lambda _: None,
 ) -> TrainedDraft:
     """Train one draft; resumes from ``folder`` when a training state lies there.
 
+    ``start`` is a finished draft of the same sizes whose weights are the first ones.
+
     Raises:
-        TrainingError: records do not fit the config, or the loss became non-finite.
+        TrainingError: records or ``start`` do not fit, or the loss became non-finite.
         SelfTestError: the states are not the target's.
     """
     _require_layers(config, records)
@@ -75,8 +79,11 @@ def train_draft(
     # Nothing that is fitted may see the answers the draft is judged on.
     fitted, judged = split_validation(records)
     support = None
-    if vocabulary_size is not None:
+    if start is not None:
+        support = continue_from(draft, start, vocabulary_size)
+    elif vocabulary_size is not None:
         support = choose_support(fitted, config.vocab_size, vocabulary_size)
+    if support is not None:
         clear_spare_rank(draft)
         covered = support_coverage(judged, support)
         on_note(f"draft vocabulary: {len(support)} tokens, {covered:.2%} of held-back answers")

@@ -1,4 +1,4 @@
-"""A Markov head that knows bigrams before the first step.
+"""Starts that know something before the first step: another draft's weights, or bigrams.
 
 From scratch the draft's q and the target's p hardly overlap and L1 has almost no gradient. Counting
 which token follows which in the answers, and factoring the log-probabilities to the head's rank,
@@ -12,8 +12,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from dspark.config.resolve import differences
+from dspark.errors import TrainingError
 from dspark.hidden.record import HiddenRecord
 from dspark.model.draft import DSparkDraft
+from dspark.model.support import read_support
 
 MAX_COUNTED = 8192  # tokens of the dense count matrix (256 MiB in fp32)
 
@@ -62,6 +65,43 @@ def bigram_factors(counts: Tensor, rank: int, smoothing: float = 2.0) -> tuple[T
     # Balance the two factors: the optimiser treats both alike.
     balance = torch.sqrt(w2.norm(dim=0) / w1.norm(dim=0).clamp_min(1e-8))
     return w1 * balance, w2 / balance
+
+
+def continue_from(
+    draft: DSparkDraft, start: DSparkDraft, vocabulary_size: int | None
+) -> Tensor | None:
+    """Give ``draft`` the weights of ``start`` (its embedding stays) and return their vocabulary.
+
+    A vocabulary folded into ``start`` is kept as it is: its other tokens were never learnt, and the
+    rank it lies in must stay spare.
+
+    Raises:
+        TrainingError: sizes differ, or ``start`` has another draft vocabulary than asked for; lists
+            all that differs.
+    """
+    faults = differences(draft.config, start.config)
+    support = read_support(start)
+    found = None if support is None else len(support)
+    if found != vocabulary_size:
+        faults.append(f"vocabulary_size {found} instead of {vocabulary_size}")
+    if not faults and not _is_rounded(start.embed_tokens.weight, draft.embed_tokens.weight):
+        faults.append("embed_tokens of another target")
+    if faults:
+        raise TrainingError(
+            expected="a draft of the same flavour, sizes and conventions",
+            found="; ".join(faults),
+            where="train.init_from",
+            fix="Set the recipe's draft section to what that draft has, or start from another one.",
+        )
+    kept = {n: w for n, w in start.state_dict().items() if n != "embed_tokens.weight"}
+    draft.load_state_dict(kept, strict=False)
+    return support
+
+
+def _is_rounded(stored: Tensor, exact: Tensor) -> bool:
+    """Whether ``stored`` is ``exact`` as some checkpoint dtype holds it."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    return any(torch.equal(stored.float(), exact.to(dtype).float()) for dtype in dtypes)
 
 
 def warm_start_markov(
