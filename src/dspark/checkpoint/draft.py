@@ -2,8 +2,9 @@
 
 Engines accept many wrong drafts without an error and then draft rubbish, so loading here refuses
 whatever is not exactly a draft: missing, extra, mis-shaped or non-finite tensors, a config whose
-aliases disagree, an undeclared block layout. ``dspark_provenance`` names the target, its tokenizer
-and template, and the side of the norm the draft was trained on.
+aliases disagree, an undeclared block layout. Drafts that other tools wrote are converted first
+(``dspark.checkpoint.foreign``). ``dspark_provenance`` names the target, its tokenizer and template,
+and the side of the norm the draft was trained on.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from dspark.artifacts import atomic_json, atomic_write, sha256_file
+from dspark.checkpoint.foreign import CONVERTED, our_fields, our_tensors
 from dspark.config.architecture import DraftConfig
 from dspark.errors import CheckpointError
 from dspark.model.draft import DSparkDraft
@@ -48,7 +50,7 @@ def read_config(folder: Path) -> tuple[DraftConfig, dict[str, Any]]:
     """
     path = folder / CONFIG
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = our_fields(json.loads(path.read_text(encoding="utf-8")), str(path))
         return DraftConfig.from_json(raw), dict(raw.get(PROVENANCE, {}))
     except (OSError, ValueError) as error:
         raise CheckpointError(
@@ -60,9 +62,15 @@ def read_config(folder: Path) -> tuple[DraftConfig, dict[str, Any]]:
 
 
 def load_draft(
-    folder: Path, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    head: torch.Tensor | None = None,
 ) -> tuple[DSparkDraft, dict[str, Any]]:
-    """The draft and its provenance.
+    """The draft and its provenance; formats of ``dspark.checkpoint.foreign`` are converted.
+
+    ``head`` is the target's lm_head [V, H]: a stored one must be the same.
 
     Raises:
         CheckpointError: see the module docstring; names the tensor.
@@ -78,6 +86,9 @@ def load_draft(
             where=str(path),
             fix="Copy the checkpoint again; the file is absent or truncated.",
         ) from error
+    if CONVERTED in provenance:
+        raw = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        tensors = our_tensors(raw, config, tensors, str(path), head)
     with torch.device("meta"):
         draft = DSparkDraft(config)
     _check_tensors(path, draft, tensors)

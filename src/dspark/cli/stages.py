@@ -144,7 +144,7 @@ def run_draft(run: RunContext, folder: Path) -> StageResult:
     parts = TargetParts(model.head_weight().float(), model.embedding_weight(), model.norm)
     start = None
     if run.recipe.train.init_from is not None:
-        start, _ = load_draft(Path(run.recipe.train.init_from))
+        start, _ = load_draft(Path(run.recipe.train.init_from), head=parts.head)
     with run.screen.bar("training steps", None) as bar:
 
         def on_step(step: int, total: int, row: dict[str, Any]) -> None:
@@ -197,8 +197,11 @@ def bench_draft(
     workload: tuple[str, ...],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Measure ``checkpoint`` on ``prompts``: (arms, summary rows); ``run.screen`` shows it."""
-    draft, _ = load_draft(checkpoint, dtype=target.dtype, device=target.device)
-    model = target.build(draft.config.target_layer_ids)
+    config, _ = read_config(checkpoint)
+    model = target.build(config.target_layer_ids)
+    draft, _ = load_draft(
+        checkpoint, dtype=target.dtype, device=target.device, head=model.head_weight()
+    )
     drafter = Drafter(draft, model.head_weight())
     ends = end_ids(target)
     modes: dict[str, Any] = {
