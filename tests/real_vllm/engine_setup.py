@@ -24,11 +24,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm import _custom_ops
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
-
-from vllm import _custom_ops
 
 REFUSED_BY_V1 = "dspark speculative decoding"
 
@@ -95,15 +94,6 @@ def single_process(config: VllmConfig) -> Iterator[None]:
         )
         initialize_model_parallel()
         yield
-
-
-def refusal(call: Any, *arguments: Any) -> str:
-    """The first line of what ``call`` raises, or "" when it accepts its arguments."""
-    try:
-        call(*arguments)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    return ""
 
 
 def write_answer(folder: Path, answer: dict[str, Any]) -> None:

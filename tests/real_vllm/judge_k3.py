@@ -20,90 +20,30 @@ from engine_setup import (
     job_folder,
     let_v1_pass,
     mend_grouped_norm,
-    refusal,
     single_process,
     write_answer,
 )
+from loading import attempt, build_poisoned, config_seen, load_checked, unloaded, without
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.models.kimi_k3.nvidia import dspark_mla
 from vllm.models.kimi_k3.nvidia.mla import MultiHeadLatentAttention
-from vllm.utils.torch_utils import set_default_torch_dtype
-from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
-from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 from vllm.v1.worker.workspace import init_workspace_manager
 
 
-def config_seen(config: VllmConfig) -> dict[str, Any]:
-    """Every decision vLLM takes from config.json, as vLLM itself takes it."""
-    speculative = config.speculative_config
-    draft = speculative.draft_model_config
-    hf = draft.hf_config
-    return {
-        "config_class": type(hf).__name__,
-        "method": speculative.method,
-        "num_speculative_tokens": speculative.num_speculative_tokens,
-        "lookahead_slots": config.num_lookahead_tokens,
-        "aux_layers": list(get_eagle3_aux_layers_from_config(speculative)),
-        "mask_token": get_parallel_drafting_token_id(hf),
-        "uses_latent_cache": draft.use_mla,
-        "max_model_len": draft.max_model_len,
-        "fields": {
-            k: v for k, v in hf.to_dict().items() if isinstance(v, (int, float, str, list, dict))
-        },
+def attempts(model: nn.Module, config: VllmConfig, weights: dict[str, Tensor]) -> dict[str, Any]:
+    """Our tensors in other company."""
+    changed = {
+        "missing norm": without(weights, "layers.0.self_attn.kv_a_layernorm.weight"),
+        "missing embedding": without(weights, "embed_tokens.weight"),
+        "unknown tensor": {**weights, "markov_head.gate_proj.weight": torch.zeros(1)},
+        "model prefix": {f"model.{n}": t for n, t in weights.items()},
+        "own lm_head": {**weights, "lm_head.weight": torch.zeros(1)},
     }
-
-
-def build(config: VllmConfig) -> nn.Module:
-    """The draft module with every parameter NaN, so that what is not loaded shows."""
-    draft = config.speculative_config.draft_model_config
-    with set_default_torch_dtype(draft.dtype):
-        model = initialize_model(vllm_config=config, model_config=draft)
-    poison(model)
-    return model
-
-
-def poison(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(float("nan"))
-
-
-def unloaded(model: nn.Module) -> list[str]:
-    return [n for n, p in model.named_parameters() if bool(p.isnan().any())]
-
-
-def load(model: nn.Module, config: VllmConfig) -> None:
-    """The loader's own path: read the files, map names, check that nothing is missing."""
-    loader = get_model_loader(config.load_config)
-    loader.load_weights(model, config.speculative_config.draft_model_config)
-
-
-def refusals(model: nn.Module, config: VllmConfig, weights: dict[str, Tensor]) -> dict[str, str]:
-    """What vLLM says to damaged sets of names; "" means that it accepts them."""
-    loader = get_model_loader(config.load_config)
-
-    def attempt(changed: dict[str, Tensor]) -> str:
-        def both() -> None:
-            poison(model)
-            loader.track_weights_loading(model, model.load_weights(iter(changed.items())))
-
-        return refusal(both)
-
-    def without(name: str) -> dict[str, Tensor]:
-        return {n: t for n, t in weights.items() if n != name}
-
-    return {
-        "missing norm": attempt(without("layers.0.self_attn.kv_a_layernorm.weight")),
-        "missing embedding": attempt(without("embed_tokens.weight")),
-        "unknown tensor": attempt({**weights, "markov_head.gate_proj.weight": torch.zeros(1)}),
-        "model prefix": attempt({f"model.{n}": t for n, t in weights.items()}),
-        "own lm_head": attempt({**weights, "lm_head.weight": torch.zeros(1)}),
-    }
+    return {case: attempt(model, config, tensors) for case, tensors in changed.items()}
 
 
 class GroupedCacheWrite:
@@ -177,8 +117,8 @@ def main() -> None:
     norm_defect = mend_grouped_norm()
     config = engine_config(folder / "target", folder / "draft")
     with single_process(config):
-        model = build(config)
-        load(model, config)
+        model = build_poisoned(config)
+        load_checked(model, config)
         answer = {
             "config": config_seen(config),
             "norm_defect": norm_defect,
@@ -188,8 +128,8 @@ def main() -> None:
             "kv_cache_layers": model.get_draft_kv_cache_layer_names(),
         }
         weights = load_file(folder / "draft" / "model.safetensors")
-        write_answer(folder, {**answer, "refusals": refusals(model, config, weights)})
-        load(model, config)
+        write_answer(folder, {**answer, "attempts": attempts(model, config, weights)})
+        load_checked(model, config)
         outputs = one_block(model, config, load_file(folder / "inputs.safetensors"))
         save_file({n: t.contiguous() for n, t in outputs.items()}, folder / "outputs.safetensors")
 
