@@ -1,0 +1,84 @@
+"""Find the vLLM environment, and run a program of this folder in it.
+
+vLLM pins its own torch and transformers, so it lives apart: ``make vllm-env`` creates ``.venv-vllm``
+and ``DSPARK_VLLM_PYTHON`` names the interpreter of another one. Without either, tests are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dspark.model.draft import DSparkDraft
+from dspark.model.init import initialise
+
+HERE = Path(__file__).parent
+VARIABLE = "DSPARK_VLLM_PYTHON"
+
+
+def vllm_python() -> Path:
+    """The interpreter; skips the calling test, with the reason, when there is none."""
+    named = os.environ.get(VARIABLE)
+    python = Path(named) if named else HERE.parents[1] / ".venv-vllm" / "bin" / "python"
+    if not python.is_file():
+        pytest.skip(f"no vLLM environment at {python}: run `make vllm-env` or set {VARIABLE}")
+    return python
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a program wrote: ``answer`` as JSON and ``outputs`` as tensors."""
+
+    answer: dict[str, Any]
+    outputs: dict[str, Tensor]
+
+
+def judge(program: str, folder: Path, inputs: dict[str, Tensor] | None = None) -> Verdict:
+    """Run ``program`` on ``folder`` (with ``target`` and ``draft`` in it) and read its verdict."""
+    python = vllm_python()
+    if inputs:
+        save_file({n: t.contiguous() for n, t in inputs.items()}, folder / "inputs.safetensors")
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HF_HUB_OFFLINE": "1",
+    }
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        [str(python), str(HERE / program), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, f"{program} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    outputs = folder / "outputs.safetensors"
+    return Verdict(
+        json.loads((folder / "answer.json").read_text(encoding="utf-8")),
+        load_file(outputs) if outputs.is_file() else {},
+    )
+
+
+def loud(draft: DSparkDraft) -> DSparkDraft:
+    """No parameter at a neutral start: a norm or a head that an engine skips changes the numbers."""
+    initialise(draft, None, 0)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            else:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
+    return draft.eval()
