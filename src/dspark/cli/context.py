@@ -17,6 +17,7 @@ from dspark.cli.console import Screen
 from dspark.config.recipe import Recipe
 
 if TYPE_CHECKING:
+    from dspark.checkpoint.identity import FileHashes
     from dspark.checkpoint.source import TargetFiles
     from dspark.checkpoint.target import LoadedTarget
 
@@ -42,18 +43,34 @@ class RunContext:
 
     @cached_property
     def target_files(self) -> TargetFiles:
+        """Where the target is; a hub id is not downloaded for it."""
         from dspark.checkpoint.source import find_target
 
         return find_target(self.recipe.target.source, self.recipe.target.revision)
+
+    @cached_property
+    def fetched_files(self) -> TargetFiles:
+        """The target's files on this machine; downloads a hub id that is not in the cache."""
+        from dspark.checkpoint.source import fetch
+
+        return fetch(self.target_files)
+
+    @cached_property
+    def file_hashes(self) -> FileHashes:
+        """Identity of the target's files, read once a run."""
+        from dspark.checkpoint.identity import file_hashes
+
+        return file_hashes(self.fetched_files)
 
     @cached_property
     def target(self) -> LoadedTarget:
         """The target, loaded once and only when a stage needs it."""
         from dspark.checkpoint.target import load_target
 
+        files = self.fetched_files  # before the bar: a download draws its own
         started = time.monotonic()
         with self.screen.bar(f"loading {self.recipe.target.source}", None):
-            loaded = load_target(self.recipe.target)
+            loaded = load_target(self.recipe.target, files)
         self.load_seconds = time.monotonic() - started
         runs = "our decoder" if loaded.config else f"transformers ({loaded.adapter_reason})"
         self.screen.stage("target", f"{self.recipe.target.source}, run by {runs}")
@@ -62,11 +79,13 @@ class RunContext:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What must be equal for work on this target to stay current."""
-        files = self.target_files
+        hashes = self.file_hashes
         return {
             **self.recipe.target.model_dump(mode="json", exclude={"device"}),
-            "found_revision": files.revision,
-            "weights_hash": files.weights_hash(),
+            "found_revision": self.fetched_files.revision,
+            "weights_hash": hashes.weights,
+            "config_hash": hashes.config,
+            "tokenizer_files_hash": hashes.tokenizer_files,
         }
 
     @cached_property

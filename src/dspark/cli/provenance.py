@@ -28,7 +28,7 @@ def draft_provenance(
         "tool": f"dspark {__version__}",
         "target": run.recipe.target.source,
         "target_revision": run.recipe.target.revision or target.files.revision,
-        "target_weights_hash": target.files.weights_hash(),
+        "target_weights_hash": run.file_hashes.weights,
         "target_dtype": run.recipe.target.dtype,
         "target_max_context": run.recipe.target.max_context,
         "template_hash": template_hash(target.tokenizer),
