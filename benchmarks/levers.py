@@ -18,7 +18,7 @@ from typing import Any
 
 from dspark.checkpoint.target import load_target
 from dspark.cli.provenance import commit, machine, versions
-from dspark.cli.stages import STATES, target_shape
+from dspark.cli.stages import STATES
 from dspark.config.load import load_recipe
 from dspark.config.resolve import draft_config
 from dspark.hidden.disk import DiskStore
@@ -53,7 +53,7 @@ def main() -> None:
     for name in options.only:
         limits = [f"train.max_seconds={options.seconds}", "train.eval_every=100000"]
         recipe = load_recipe(options.recipe, [*VARIANTS[name], *limits])
-        config = draft_config(recipe.draft, target_shape(target))
+        config = draft_config(recipe.draft, target.shape)
         model = target.build(config.target_layer_ids)
         parts = TargetParts(model.head_weight().float(), model.embedding_weight(), model.norm)
         started = time.monotonic()

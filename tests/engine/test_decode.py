@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import tiny_model
 from conftest import write_prompts
 from dspark.checkpoint.draft import load_draft
+from dspark.checkpoint.pretrained import read_config, read_model
 from dspark.checkpoint.target import LoadedTarget, load_target
 from dspark.config.recipe import TargetSection
 from dspark.data.chat import prompt_ids
@@ -28,6 +30,12 @@ END = frozenset({2})
 @pytest.fixture(scope="module")
 def loaded(tiny_run: Path, tiny_target: Path) -> LoadedTarget:
     return load_target(TargetSection(source=str(tiny_target), max_context=256))
+
+
+@pytest.fixture(scope="module")
+def hf_model(loaded: LoadedTarget) -> Any:
+    """The same target as transformers runs it."""
+    return read_model(loaded.files, read_config(loaded.files), torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +73,10 @@ def test_greedy_text_is_identical_to_plain_decoding_on_every_prompt(target, draf
     assert accepted > 100, "identity means nothing when nothing is drafted"
 
 
-def test_plain_decoding_equals_transformers_generate(loaded, target, prompts):
+def test_plain_decoding_equals_transformers_generate(hf_model, target, prompts):
     plain = Decoder(target, None, END)
     for ids in prompts[:6]:
-        reference = loaded.hf_model.generate(
+        reference = hf_model.generate(
             torch.tensor([ids]), max_new_tokens=64, do_sample=False, eos_token_id=2, pad_token_id=0
         )[0, len(ids) :].tolist()
         assert plain.generate(ids, params()).ids == reference
@@ -244,11 +252,11 @@ def test_draft_vocabulary_is_never_left_and_text_stays_exact(tiny_run, target, p
         assert engine.generate(ids, params(1.0)).counter.steps > 0
 
 
-def test_the_transformers_adapter_answers_like_our_decoder(loaded, target, prompts):
+def test_the_transformers_adapter_answers_like_our_decoder(hf_model, target, prompts):
     """Any causal LM may be a target: batching falls back to one at a time, text stays the same."""
     from dspark.model.hf_target import HFTarget
 
-    adapter = HFTarget(loaded.hf_model, (0, 1, 2))
+    adapter = HFTarget(hf_model, (0, 1, 2))
     requests = [GenerationRequest(str(i), tuple(p), params()) for i, p in enumerate(prompts[:4])]
     ours = answers(BatchGenerator(target, END, 4, 160), requests)
     assert answers(BatchGenerator(adapter, END, 4, 160), requests) == ours

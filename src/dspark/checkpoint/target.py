@@ -1,31 +1,25 @@
 """Loading a target once and handing it out in the precision a stage needs.
 
-transformers reads config, tokenizer and weights (it knows every format); our decoder runs them when
-it covers the family, and the transformers adapter otherwise. The identity of what was loaded goes
-into artifacts and into the draft's provenance.
+transformers reads config, tokenizer and weights (``dspark.checkpoint.pretrained``); our decoder
+runs them when it covers the family, and the transformers adapter otherwise. GGUF weights of covered
+families are read without it (``dspark.checkpoint.gguf``), which is much faster.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import io
-from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from dspark.checkpoint.source import (
-    LOCAL_ALTERNATIVE,
-    TargetFiles,
-    fetch,
-    find_target,
-    first_line,
-)
+from dspark.checkpoint.gguf import GGUFFile, require_gguf
+from dspark.checkpoint.pretrained import read_config, read_model, read_tokenizer, text_sizes
+from dspark.checkpoint.source import TargetFiles, fetch, find_target, first_line, weight_files
 from dspark.config.recipe import TargetSection
+from dspark.config.resolve import TargetShape
 from dspark.config.target import TargetConfig
-from dspark.errors import MissingDependencyError, TargetError
+from dspark.errors import ConfigError, TargetError
 from dspark.model.hf_target import HFTarget
 from dspark.model.target import DecoderTarget, Target
 from dspark.model.weights import target_state
@@ -35,35 +29,33 @@ Precision = Literal["float32", "bfloat16"]
 
 @dataclass
 class LoadedTarget:
-    """A target's weights, tokenizer and identity; :meth:`build` makes runnable targets.
+    """A target's weights, tokenizer and sizes; :meth:`build` makes runnable targets.
 
     ``end_ids`` are the generation config's end-of-sequence ids (may be empty). ``config`` is None
-    when only the adapter can run it.
+    when only the adapter can run it, for ``adapter_reason``. Weights are held once: as the state of
+    our decoder or as the transformers model the adapter runs.
     """
 
     files: TargetFiles
     tokenizer: Any
-    hf_model: Any
+    shape: TargetShape
     config: TargetConfig | None
     adapter_reason: str
     dtype: torch.dtype
     device: torch.device
     end_ids: tuple[int, ...]
-    max_context: int
-    _state: dict[str, Tensor] | None = field(default=None, repr=False)
+    _state: dict[str, Tensor] = field(repr=False)
+    _hf_model: Any = field(repr=False)
     _built: dict[tuple[Any, ...], Target] = field(default_factory=dict, repr=False)
 
     @property
     def num_layers(self) -> int:
-        return int(self.hf_model.config.get_text_config().num_hidden_layers)
+        return self.shape.num_hidden_layers
 
     @property
-    def hidden_size(self) -> int:
-        return int(self.hf_model.config.get_text_config().hidden_size)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.hf_model.config.get_text_config().vocab_size)
+    def max_context(self) -> int:
+        """Tokens of prompt and answer together, as the recipe limits them."""
+        return self.shape.max_position_embeddings
 
     def build(self, layer_ids: tuple[int, ...], precision: Precision = "float32") -> Target:
         """A target that taps ``layer_ids``; CPU products are prepacked in ``precision``.
@@ -76,8 +68,8 @@ class LoadedTarget:
         return self._built[key]
 
     def _make(self, layer_ids: tuple[int, ...], precision: Precision) -> Target:
-        if self.config is None or self._state is None:
-            adapter = HFTarget(self.hf_model.to(self.device), layer_ids)
+        if self.config is None:
+            adapter = HFTarget(self._hf_model.to(self.device), layer_ids)
             adapter.max_context = min(adapter.max_context, self.max_context)
             return adapter
         with torch.device("meta"):
@@ -95,74 +87,85 @@ def load_target(section: TargetSection, files: TargetFiles | None = None) -> Loa
     """Load what ``section`` names, from ``files`` when they have been fetched before.
 
     Raises:
-        TargetError: unreadable, or a hub id without a network.
-        MissingDependencyError: GGUF support is not installed (names the extra).
+        ConfigError: ``target.max_context`` is beyond the target's own, or no such device.
+        TargetError: unreadable or incomplete, or a hub id without a network.
+        MissingDependencyError: an optional package is needed (names it or the extra).
     """
     files = files or fetch(find_target(section.source, section.revision))
+    weight_files(files)  # refuses what has none before anything slow
+    device = _device(section.device)
     if files.gguf is not None:
-        _require_gguf(section.source)
+        require_gguf(section.source)
+        file = GGUFFile(files)
+        if file.covered:
+            return _from_gguf(section, files, file, device)
+    return _from_transformers(section, files, device)
+
+
+def _from_gguf(
+    section: TargetSection, files: TargetFiles, file: GGUFFile, device: torch.device
+) -> LoadedTarget:
     dtype = getattr(torch, section.dtype)
-    model, tokenizer = _read(files, dtype)
-    raw = model.config.get_text_config().to_dict()
-    if files.gguf is not None:
-        # transformers has expanded the weights to ``dtype`` already and only remembers the origin.
-        raw.pop("quantization_config", None)
-    config, state, reason = None, None, ""
+    config = file.config()
+    shape = _shape(section, config.model_dump())
+    state = target_state(config, file.state(dtype))
+    tokenizer = read_tokenizer(files)
+    return LoadedTarget(
+        files, tokenizer, shape, config, "", dtype, device, file.end_ids(), state, None
+    )
+
+
+def _from_transformers(
+    section: TargetSection, files: TargetFiles, device: torch.device
+) -> LoadedTarget:
+    dtype = getattr(torch, section.dtype)
+    whole = read_config(files)
+    sizes = text_sizes(files, whole)
+    shape = _shape(section, sizes)
+    tokenizer = read_tokenizer(files)
+    model: Any = read_model(files, whole, dtype)
+    config, state, reason = None, {}, ""
     try:
-        config = TargetConfig.from_hf(raw)
+        config = TargetConfig.from_hf(sizes)
         state = target_state(config, model.state_dict())
     except ValueError as error:
         reason = str(error)
     except TargetError as error:
         config, reason = None, error.found
-    eos = getattr(model.generation_config, "eos_token_id", None)
+    eos = model.generation_config.eos_token_id
     ends = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
-    name = section.device
+    model = model if config is None else None
+    return LoadedTarget(files, tokenizer, shape, config, reason, dtype, device, ends, state, model)
+
+
+def _shape(section: TargetSection, sizes: dict[str, Any]) -> TargetShape:
+    """Sizes under a transformers config's names, with the context the recipe asks for.
+
+    Raises:
+        ConfigError: the recipe asks for a longer context than the target has.
+    """
+    limit = sizes.get("max_position_embeddings")
+    if limit is not None and section.max_context > limit:
+        raise ConfigError(
+            expected=f"at most {limit}, the longest context this target was made for",
+            found=str(section.max_context),
+            where="target.max_context",
+            fix=f"Set target.max_context to {limit} or less.",
+        )
+    return TargetShape.from_hf(sizes, section.max_context)
+
+
+def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    limit = int(getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 30))
-    return LoadedTarget(
-        files=files,
-        tokenizer=tokenizer,
-        hf_model=model.eval().requires_grad_(False),
-        config=config,
-        adapter_reason=reason,
-        dtype=dtype,
-        device=torch.device(name),
-        end_ids=ends,
-        max_context=min(limit, section.max_context),
-        _state=state,
-    )
-
-
-def _require_gguf(source: str) -> None:
-    missing = [m for m in ("gguf", "accelerate") if importlib.util.find_spec(m) is None]
-    if missing:
-        raise MissingDependencyError(
-            expected="the packages gguf and accelerate, to read GGUF weights",
-            found=f"not installed: {', '.join(missing)}",
-            where=f"target.source {source}",
-            fix="pip install 'dspark[gguf]'",
-        )
-
-
-def _read(files: TargetFiles, dtype: torch.dtype) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    options: dict[str, Any] = {"gguf_file": files.gguf} if files.gguf else {}
     try:
-        # The GGUF reader draws bars of its own on stderr, through ours.
-        with redirect_stderr(io.StringIO()):
-            tokenizer = AutoTokenizer.from_pretrained(files.location, **options)
-            model = AutoModelForCausalLM.from_pretrained(files.location, dtype=dtype, **options)
-    except (OSError, ValueError, KeyError) as error:
-        raise TargetError(
-            expected="a causal language model that transformers can load",
-            found=first_line(error),
-            where=f"target.source {files.source}",
-            fix=LOCAL_ALTERNATIVE,
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            expected="a device of this machine that torch can use",
+            found=f"{name} ({first_line(error)})",
+            where="target.device",
+            fix="Use auto, cpu, or for instance cuda:0.",
         ) from error
-    return model, tokenizer
+    return device

@@ -21,7 +21,7 @@ from dspark.cli.context import RunContext, StageResult
 from dspark.cli.provenance import draft_provenance
 from dspark.config.architecture import DraftConfig
 from dspark.config.recipe import BenchSection
-from dspark.config.resolve import TargetShape, differences, draft_config, layer_ids
+from dspark.config.resolve import differences, draft_config, layer_ids
 from dspark.data.chat import check_mask_token, end_of_turn_ids, prompt_ids
 from dspark.data.prompt import Prompt
 from dspark.data.prompts import build_prompts, read_prompts, write_prompts
@@ -39,13 +39,6 @@ PROMPTS = "prompts.jsonl"
 STATES = "records"
 
 
-def target_shape(target: LoadedTarget) -> TargetShape:
-    """The sizes a draft depends on, from the target's own config."""
-    return TargetShape.from_hf(
-        target.hf_model.config.get_text_config().to_dict(), target.max_context
-    )
-
-
 def end_ids(target: LoadedTarget) -> frozenset[int]:
     """Token ids that end an answer."""
     return frozenset(end_of_turn_ids(target.tokenizer, list(target.end_ids) or None))
@@ -54,7 +47,7 @@ def end_ids(target: LoadedTarget) -> frozenset[int]:
 def checked_draft_config(run: RunContext) -> DraftConfig:
     """The draft this recipe makes, its mask token checked against the target's tokenizer."""
     target = run.target
-    config = draft_config(run.recipe.draft, target_shape(target))
+    config = draft_config(run.recipe.draft, target.shape)
     check_mask_token(target.tokenizer, config.mask_token_id, config.vocab_size, end_ids(target))
     if run.recipe.train.init_from is not None:
         found, _ = read_config(Path(run.recipe.train.init_from))
