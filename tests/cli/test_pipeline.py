@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from conftest import dspark
 from dspark.artifacts import verify
 from dspark.checkpoint.draft import load_draft
@@ -23,7 +25,14 @@ def test_one_command_runs_every_stage_and_reports(tiny_run: Path) -> None:
     assert greedy["acceptance_length"] > 2.0, "the draft learnt nothing"
     assert greedy["ci95"][0] <= greedy["acceptance_length"] <= greedy["ci95"][1]
     assert rows["workload", 1]["identical_to_plain"] is None
-    assert summary["seconds_total"] > 0
+    made = {kind: verify(tiny_run / kind, kind).made for kind in STAGES}
+    assert summary["stages"] == {k: m.model_dump(mode="json") for k, m in made.items() if m}
+    for key in ("commit", "machine", "versions", "command"):
+        assert summary[key] == summary["stages"]["bench"][key]
+    assert summary["machine"]["cores"] >= 1
+    assert "run" in summary["command"]
+    parts = [m.seconds + m.loading for m in made.values() if m]
+    assert summary["seconds_total"] == pytest.approx(sum(parts), abs=0.02)
     page = (tiny_run / "report.html").read_text()
     assert f"{greedy['acceptance_length']:.2f}" in page
     for kind in STAGES:
