@@ -15,6 +15,7 @@ import pytest
 
 from dspark import artifacts
 from dspark.artifacts import Manifest
+from dspark.artifacts.changes import changed_keys
 from dspark.errors import (
     ArtifactError,
     DamagedArtifactError,
@@ -242,6 +243,48 @@ def test_another_fingerprint_moves_old_work_aside_with_its_content(tmp_path: Pat
     assert (tmp_path / "s.previous-2" / "half").read_bytes() == b"unfinished"
 
 
+def reasons(folder: Path, manifest: Manifest) -> list[str]:
+    told: list[str] = []
+    artifacts.begin(folder, manifest, lambda aside, why: told.append(f"{aside.name}: {why}"))
+    return told
+
+
+def test_what_is_moved_aside_says_where_it_went_and_which_settings_changed(tmp_path: Path) -> None:
+    config = {"train": {"rate": 0.1, "loss": {"ce": 1, "l1": 2}}, "ids": [1, 2], "old": 1}
+    new = {"train": {"rate": 0.2, "loss": {"ce": 1, "l1": 3}}, "ids": [1, 2, 3], "new": None}
+    make(tmp_path / "s", config)
+    told = reasons(tmp_path / "s", artifacts.new_manifest("states", new))
+    assert told == ["s.previous-1: changed: train.rate, train.loss.l1, ids and 2 more"]
+    # Unfinished work says so, and what it was begun for.
+    told = reasons(tmp_path / "s", artifacts.new_manifest("states", config))
+    assert told[0].startswith("s.previous-2: unfinished work, changed: train.rate, ")
+    assert reasons(tmp_path / "s", artifacts.new_manifest("states", config)) == []
+
+
+def test_a_setting_that_appears_or_goes_is_a_changed_one() -> None:
+    assert changed_keys({"a": 1}, {"a": 1, "b": {"c": 2}}) == ["b"]
+    assert changed_keys({"a": 1, "b": [1, {"c": 2}]}, {"b": [1, {"c": 3}]}) == ["b.1.c", "a"]
+    assert changed_keys({"a": None}, {}) == ["a"]
+
+
+def test_damage_and_parents_made_anew_are_told_as_reasons(tmp_path: Path) -> None:
+    make(tmp_path / "prompts", kind="prompts")
+    above = [artifacts.parent_of(tmp_path / "prompts", "prompts", tmp_path / "s")]
+    made = make(tmp_path / "s", kind="answers", parents=above)
+    file = tmp_path / "s" / "shards" / "a.txt"
+    os.truncate(file, 2)
+    told = reasons(tmp_path / "s", made)
+    assert told == ["s.previous-1: damaged: shards/a.txt: expected 6 bytes, found 2 bytes"]
+    make(tmp_path / "s", kind="answers", parents=above)
+    make(tmp_path / "prompts", {"seed": 8}, kind="prompts")
+    above = [artifacts.parent_of(tmp_path / "prompts", "prompts", tmp_path / "s")]
+    told = reasons(tmp_path / "s", artifacts.new_manifest("answers", CONFIG, above))
+    assert told == ["s.previous-2: made anew since: prompts"]
+    make(tmp_path / "s", kind="answers", parents=above)
+    (tmp_path / "s" / artifacts.MANIFEST).write_text("{torn")
+    assert "damaged: manifest.json" in reasons(tmp_path / "s", made)[0]
+
+
 def test_finished_work_is_never_written_over_even_with_the_same_fingerprint(tmp_path: Path) -> None:
     first = make(tmp_path / "s")
     os.truncate(tmp_path / "s" / "records.bin", 10)
@@ -450,6 +493,9 @@ def test_a_parent_must_be_finished_and_of_its_kind(tmp_path: Path) -> None:
         artifacts.parent_of(tmp_path / "s", "answers", tmp_path / "d")
     with pytest.raises(ArtifactError):
         artifacts.parent_of(tmp_path / "none", "answers", tmp_path / "d")
+    os.truncate(tmp_path / "s" / "records.bin", 10)
+    with pytest.raises(DamagedArtifactError, match=r"records\.bin"):
+        artifacts.parent_of(tmp_path / "s", "states", tmp_path / "d")
 
 
 def test_a_full_device_is_a_storage_error_that_says_so() -> None:

@@ -65,6 +65,9 @@ def test_rerun_does_nothing_and_an_override_redoes_only_what_depends_on_it(
     root = tiny_recipe.parent / "run"
     assert (root / "draft.previous-1" / "model.safetensors").exists()
     verify(root / "draft", "draft", deep=True)
+    told = "".join(changed.stdout.split())
+    assert f"{root}/draft.previous-1(changed:train.learning_rate)" in told
+    assert f"{root}/bench.previous-1(madeanewsince:draft)" in told
 
 
 def test_a_verb_alone_names_the_stage_it_needs(tiny_recipe: Path) -> None:

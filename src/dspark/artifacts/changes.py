@@ -38,7 +38,7 @@ def reason(folder: Path, wanted: Manifest) -> str:
             return _difference(found.config, parents, wanted)
         check_files(folder, found, deep=False)
     except DamagedArtifactError as error:
-        name = Path(error.where).name
+        name = Path(error.where).relative_to(folder)
         return f"damaged: {name}: expected {error.expected}, found {error.found}"
     except ForeignArtifactError as error:
         return f"expected {error.expected}, found {error.found}"
@@ -53,7 +53,7 @@ def _difference(config: Mapping[str, Any], parents: Mapping[str, str], wanted: M
     new = {p.kind: p.manifest_sha256 for p in wanted.parents}
     kinds = [kind for kind in new if parents.get(kind) != new[kind]]
     if kinds:
-        return f"its {' and '.join(kinds)} were made anew"
+        return f"made anew since: {' and '.join(kinds)}"
     return f"not of schema version {SCHEMA_VERSION}"
 
 
@@ -61,10 +61,21 @@ def changed_keys(old: Any, new: Any, at: str = "") -> list[str]:
     """Dotted keys whose values differ, in the order of ``new``; lists of one length by index."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         keys = [*new, *(key for key in old if key not in new)]
-        pairs = [(str(key), old.get(key), new.get(key)) for key in keys]
+        inside = [
+            changed_keys(old[key], new[key], _join(at, key))
+            if key in old and key in new
+            else [_join(at, key)]
+            for key in keys
+        ]
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        pairs = [(str(i), a, b) for i, (a, b) in enumerate(zip(old, new, strict=True))]
+        inside = [
+            changed_keys(a, b, _join(at, str(i)))
+            for i, (a, b) in enumerate(zip(old, new, strict=True))
+        ]
     else:
-        return [] if old == new else [at]
-    inside = [changed_keys(a, b, f"{at}.{key}" if at else key) for key, a, b in pairs]
+        inside = [] if old == new else [[at]]
     return [key for keys in inside for key in keys]
+
+
+def _join(at: str, key: str) -> str:
+    return f"{at}.{key}" if at else key
