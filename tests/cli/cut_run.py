@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -59,6 +60,8 @@ def child(request: dict[str, Any]) -> int:
     out = os.open(request["out"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)
+    # A shell that runs the tests in the background has Ctrl-C ignored; a command must hear it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     from dspark.cli.main import entry
 
     sys.argv = ["dspark", *request["arguments"]]
@@ -106,13 +109,14 @@ class Cutter:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,
             env={**environment(), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         )
 
     def close(self) -> None:
-        assert self.server.stdin is not None
-        self.server.stdin.close()
-        self.server.wait(timeout=60)
+        """End the server and whatever stands still in a failed test."""
+        os.killpg(self.server.pid, signal.SIGKILL)
+        self.server.communicate()
 
     def _line(self) -> int:
         assert self.server.stdout is not None
