@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from dspark.checkpoint.target import load_target
-from dspark.cli.provenance import commit, machine, versions
+from dspark.cli.origin import marked_commit
+from dspark.cli.provenance import machine, versions
 from dspark.cli.stages import STATES
 from dspark.config.load import load_recipe
 from dspark.config.resolve import draft_config
@@ -83,7 +84,7 @@ def main() -> None:
         "seconds": options.seconds,
         "records": len(records),
         "machine": machine(),
-        "commit": commit(),
+        "commit": marked_commit(),
         "versions": versions(),
         "command": f"python benchmarks/levers.py {options.recipe} --seconds {options.seconds:g}",
         "rows": rows,

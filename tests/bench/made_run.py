@@ -43,12 +43,30 @@ def made_summary(arms: list[dict[str, Any]]) -> dict[str, Any]:
         "versions": {"dspark": "0.1.0", "torch": "2.13.0", "python": "3.12.4"},
         "command": "dspark run recipes/word-problems.yaml output=runs/a",
         "commit": "8919b47c0ffee",
+        "stages": {
+            "train": made_record("3d1fa11+dirty", ["killed", "interrupted", "finished"]),
+            "bench": made_record("8919b47c0ffee", ["finished"]),
+        },
         "machine": {"cpu": "2 cores", "memory": "8 GiB", "accelerator": "none"},
         "verification": "block",
         "draft_sample_method": "probabilistic",
         "dtype": "float32",
         "block_size": BLOCK,
     }
+
+
+def made_record(commit: str, ends: list[str]) -> dict[str, Any]:
+    """How a stage was made, as in its manifest."""
+    origin = {
+        "command": "dspark run recipes/word-problems.yaml output=runs/a",
+        "commit": commit,
+        "versions": {"dspark": "0.1.0", "torch": "2.13.0", "python": "3.12.4"},
+        "machine": {"cpu": "2 cores", "memory": "8 GiB", "accelerator": "none"},
+    }
+    started = "2026-01-05T10:00:00.000000+00:00"
+    times = {"started": started, "seconds": 540.2, "loading": 0.0}
+    attempts = [{**origin, **times, "ended": ended} for ended in ends]
+    return {**origin, **times, "attempts": attempts}
 
 
 def made_pieces() -> list[dict[str, str]]:

@@ -274,3 +274,12 @@ def test_missing_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_durations_read_like_a_person_says_them(seconds: float, said: str) -> None:
     assert duration(seconds) == said
+
+
+def test_stages_made_by_other_code_or_in_several_attempts_are_named() -> None:
+    summary, bench, training, lineage = made_run()
+    page = Page(rendered(summary, bench, training, lineage)).text
+    told = " ".join(page.split())
+    assert "train: made by dspark run recipes/word-problems.yaml output=runs/a" in told
+    assert "at commit 3d1fa11+dirty, in 3 attempts" in told
+    assert "bench: made by" not in told

@@ -23,7 +23,7 @@ from dspark.errors import DamagedArtifactError, TrainingError
 from dspark.hidden.record import HiddenRecord
 from dspark.training.anchors import build_blocks, eligible
 from dspark.training.checkpoint import FILE
-from dspark.training.trainer import TIMED_STEPS, Trainer
+from dspark.training.trainer import Trainer
 
 TARGET = tiny_target()
 RECORDS = tiny_records(TARGET, 10)
@@ -145,27 +145,6 @@ def test_a_damaged_resume_file_stops_the_run(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"PK\x03\x04 torn")
     with pytest.raises(DamagedArtifactError):
         make(tmp_path).run()
-
-
-def test_max_seconds_fixes_the_plan_once_so_that_the_cosine_still_ends_at_zero(
-    tmp_path: Path,
-) -> None:
-    trainer = make(tmp_path, epochs=10.0, max_seconds=1e-3)
-    planned = trainer.state.total
-    steps = trainer.run()["steps"]
-    assert planned > TIMED_STEPS + 1
-    assert len(steps) == trainer.state.total == TIMED_STEPS + 1
-    assert steps[-1]["learning_rate"] < 0.1 * steps[-2]["learning_rate"]
-    # The plan is in the resume file: a resumed run does not start a new one.
-    again = make(tmp_path, epochs=10.0, max_seconds=1e-3)
-    assert len(again.run()["steps"]) == TIMED_STEPS + 1
-
-
-def test_enough_time_leaves_the_epochs_as_they_are(tmp_path: Path) -> None:
-    trainer = make(tmp_path, epochs=4.0, max_seconds=3600.0)
-    planned = trainer.state.total
-    assert planned > TIMED_STEPS
-    assert len(trainer.run()["steps"]) == planned
 
 
 def test_a_finished_run_is_not_trained_further(tmp_path: Path) -> None:

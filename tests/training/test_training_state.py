@@ -24,7 +24,7 @@ from dspark.training.optim import build_optimizer
 from dspark.training.trainer import Trainer
 
 TARGET = tiny_target()
-STATE = TrainingState(7, 20, 1.25, {"steps": [{"step": 7, "ce": 2.5}], "evals": []})
+STATE = TrainingState(7, 20, 1.25, 0.35, {"steps": [{"step": 7, "ce": 2.5}], "evals": []})
 
 
 def trained(folder: Path) -> Trainer:

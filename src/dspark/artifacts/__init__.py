@@ -11,17 +11,23 @@ A stage reads like this::
     parents = [parent_of(answers, "answers", folder)]
     manifest = new_manifest("states", config, parents)
     if not is_current(folder, manifest.fingerprint):
-        begin(folder, manifest.fingerprint)
-        ...  # atomic_write the files, skipping those that are there already
-        finish(folder, manifest.model_copy(update={"counts": {"records": n}}))
+        watch = Stopwatch(origin)
+        begin(folder, manifest)
+        with attempt(folder, watch):
+            done = completed(folder)
+            if done is None:
+                ...  # atomic_write the files, skipping those that are there already
+                done = complete(folder, counts={"records": n}, working=["unfinished.jsonl"])
+            finish(folder, manifest.model_copy(update={"counts": done.counts}), watch)
 
-``storage`` writes whole files, ``manifest`` reads and checks, ``stage`` is the life of a folder.
+``storage`` writes whole files, ``manifest`` reads and checks, ``stage`` is the life of a folder,
+``record`` its ``stage.json``, ``made`` what is known about how it came to be, and ``changes`` says
+why old work is not current.
 """
 
+from dspark.artifacts.made import Attempt, Made, Origin, Stopwatch
 from dspark.artifacts.manifest import (
     MANIFEST,
-    SCHEMA_VERSION,
-    STAGE,
     FileEntry,
     Kind,
     Manifest,
@@ -33,20 +39,29 @@ from dspark.artifacts.manifest import (
     read_manifest,
     verify,
 )
-from dspark.artifacts.stage import begin, finish, is_current
+from dspark.artifacts.record import SCHEMA_VERSION, STAGE, Done
+from dspark.artifacts.stage import attempt, begin, complete, completed, finish, is_current
 from dspark.artifacts.storage import atomic_json, atomic_write, sha256_file, storage_guard
 
 __all__ = [
     "MANIFEST",
     "SCHEMA_VERSION",
     "STAGE",
+    "Attempt",
+    "Done",
     "FileEntry",
     "Kind",
+    "Made",
     "Manifest",
+    "Origin",
     "Parent",
+    "Stopwatch",
     "atomic_json",
     "atomic_write",
+    "attempt",
     "begin",
+    "complete",
+    "completed",
     "fingerprint",
     "finish",
     "is_current",

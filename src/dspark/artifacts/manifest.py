@@ -19,6 +19,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, ValidationError
 
 from dspark import __version__
+from dspark.artifacts.made import Made
+from dspark.artifacts.record import SCHEMA_VERSION, read_record
 from dspark.artifacts.storage import sha256_file
 from dspark.config.architecture import Frozen
 from dspark.errors import (
@@ -28,9 +30,7 @@ from dspark.errors import (
     MissingArtifactError,
 )
 
-SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
-STAGE = "stage.json"
 
 Kind = Literal["prompts", "answers", "states", "draft", "bench"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -52,7 +52,10 @@ class Parent(Frozen):
 
 
 class Manifest(Frozen):
-    """What one artifact is. ``files`` maps names relative to the folder, with ``/``."""
+    """What one artifact is. ``files`` maps names relative to the folder, with ``/``.
+
+    ``made`` is null in artifacts that were not made by a stage of the command line.
+    """
 
     schema_version: int = SCHEMA_VERSION
     kind: Kind
@@ -64,6 +67,7 @@ class Manifest(Frozen):
     parents: tuple[Parent, ...] = ()
     counts: dict[str, int] = Field(default_factory=dict)
     notes: dict[str, Any] = Field(default_factory=dict)
+    made: Made | None = None
     files: dict[str, FileEntry] = Field(default_factory=dict)
 
 
@@ -80,8 +84,11 @@ def fingerprint(kind: Kind, config: dict[str, Any], parents: Sequence[Parent] = 
 
 
 def parent_of(folder: str | Path, kind: Kind, child: str | Path) -> Parent:
-    """A finished artifact as parent of the one in ``child``. Raises as :func:`read_manifest`."""
-    read_manifest(folder, kind)
+    """A finished artifact as parent of the one in ``child``. Raises as :func:`verify`.
+
+    Sizes are checked, hashes are not: building on a truncated parent must fail at once.
+    """
+    verify(folder, kind)
     # Real paths, since either folder may be a link to another disk.
     path = Path(os.path.relpath(os.path.realpath(folder), os.path.realpath(child)))
     digest = sha256_file(Path(folder) / MANIFEST)[1]
@@ -228,18 +235,8 @@ def check_files(folder: Path, manifest: Manifest, *, deep: bool) -> None:
             raise damaged(path, f"a file of {entry.bytes} bytes", found) from error
 
 
-def stage_fingerprint(folder: Path) -> str | None:
-    """What an unfinished folder was begun for; ``None`` when dspark did not begin it."""
-    try:
-        raw = json.loads((folder / STAGE).read_bytes())
-    except (OSError, ValueError):
-        return None
-    ours = isinstance(raw, dict) and raw.get("tool") == "dspark"
-    return str(raw.get("fingerprint")) if ours else None
-
-
 def missing(folder: Path, kind: Kind | None) -> MissingArtifactError:
-    begun = stage_fingerprint(folder) is not None
+    begun = read_record(folder) is not None
     return MissingArtifactError(
         expected=f"finished {kind or 'work'}",
         found="a stage that was interrupted before it finished" if begun else "no manifest",

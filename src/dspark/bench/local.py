@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dspark.bench.journal import Journal, Key, Pair
 from dspark.bench.results import (
     ArmSpeed,
     BenchArm,
@@ -85,10 +86,12 @@ class LocalBench:
         decode_text: Callable[[list[int]], str],
         workload: Sequence[str],
         on_prompt: Callable[[str], None] = lambda _: None,
+        journal: Journal | None = None,
     ) -> None:
         self.plain, self.drafting, self.section = plain, drafting, section
         self.block_size, self.decode_text, self.workload = block_size, decode_text, workload
         self.on_prompt = on_prompt
+        self.journal = Journal() if journal is None else journal
 
     def decodings(self, prompts: Sequence[BenchPrompt]) -> int:
         """How often ``on_prompt`` will be called: one call per prompt decoded by both arms."""
@@ -100,6 +103,7 @@ class LocalBench:
     def run(self, prompts: Sequence[BenchPrompt]) -> tuple[list[BenchArm], list[SummaryResult]]:
         """All arms, and the pooled rows of ``summary.json``."""
         groups = _by_category(prompts)
+        self.journal.keep_whole(self._timing_groups(groups))
         measured = [
             self._measure(category, own, temperature, self._timed(category, groups))
             for temperature in self.section.temperatures
@@ -116,6 +120,18 @@ class LocalBench:
         each, rest = divmod(self.section.speed_prompts, len(peers))
         return each + (peers.index(category) < rest)
 
+    def _timing_groups(self, groups: dict[str, list[BenchPrompt]]) -> list[set[Key]]:
+        """Decodings whose seconds make one row of the summary: all of one process, or none."""
+        timed: dict[tuple[PromptGroup, float], set[Key]] = {}
+        for temperature in self.section.temperatures:
+            for category, own in groups.items():
+                timed.setdefault((self._group(category), temperature), set()).update(
+                    Key(prompt.id, temperature, repeat)
+                    for prompt in own[: self._timed(category, groups)]
+                    for repeat in range(self.section.repeats)
+                )
+        return list(timed.values())
+
     def _measure(
         self, category: str, prompts: Sequence[BenchPrompt], temperature: float, timed: int
     ) -> _Measured:
@@ -123,22 +139,33 @@ class LocalBench:
         out = _Measured(category, group, temperature, AcceptanceCounter(self.block_size))
         first = _Repeat()
         for number, prompt in enumerate(prompts):
-            plain, draft, timing = self._pair(prompt, temperature)
+            plain, draft, timing = self._pair(prompt, temperature, 0)
             if number < timed:
                 first.add(timing)
             self._count(out, prompt, plain, draft)
         out.repeats.append(first)
-        for _ in range(self.section.repeats - 1):
+        for number in range(1, self.section.repeats):
             repeat = _Repeat()
             for prompt in prompts[:timed]:
-                repeat.add(self._pair(prompt, temperature)[2])
+                repeat.add(self._pair(prompt, temperature, number)[2])
             out.repeats.append(repeat)
         return out
 
     def _pair(
-        self, prompt: BenchPrompt, temperature: float
+        self, prompt: BenchPrompt, temperature: float, repeat: int
     ) -> tuple[Generation, Generation, _Repeat]:
-        """One prompt through both arms, one after the other."""
+        """One prompt through both arms, one after the other; or as an earlier process did it."""
+        key = Key(prompt.id, temperature, repeat)
+        pair = self.journal.get(key)
+        if pair is None:
+            pair = self._decode(prompt, temperature)
+            self.journal.add(key, pair)
+        self.on_prompt(prompt.id)
+        plain, draft = pair.plain, pair.draft
+        timing = _Repeat(len(plain.ids), pair.plain_seconds, len(draft.ids), pair.draft_seconds)
+        return plain, draft, timing
+
+    def _decode(self, prompt: BenchPrompt, temperature: float) -> Pair:
         params = SamplingParams(
             temperature=temperature,
             # A seed of its own, or draws would be the same for every prompt.
@@ -150,9 +177,7 @@ class LocalBench:
         middle = time.perf_counter()
         draft = self.drafting.generate(prompt.ids, params)
         end = time.perf_counter()
-        self.on_prompt(prompt.id)
-        timing = _Repeat(len(plain.ids), middle - start, len(draft.ids), end - middle)
-        return plain, draft, timing
+        return Pair(plain, draft, middle - start, end - middle)
 
     def _count(
         self, out: _Measured, prompt: BenchPrompt, plain: Generation, draft: Generation

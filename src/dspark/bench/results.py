@@ -38,6 +38,7 @@ from pydantic import (
     model_validator,
 )
 
+from dspark.artifacts import Made
 from dspark.config.architecture import Frozen
 from dspark.config.recipe import Category, PositiveFloat
 from dspark.errors import DamagedArtifactError, ForeignArtifactError, MissingArtifactError
@@ -96,7 +97,11 @@ class SummaryResult(Frozen):
 
 
 class Summary(Frozen):
-    """``summary.json``. Only ``seconds_total`` and ``results`` are required."""
+    """``summary.json``. Only ``seconds_total`` and ``results`` are required.
+
+    ``stages`` says how each stage was made; ``command``, ``commit``, ``machine`` and ``versions``
+    are those of the bench, which measured the figures.
+    """
 
     seconds_total: NonNegativeFloat
     results: tuple[SummaryResult, ...] = Field(min_length=1)
@@ -104,6 +109,7 @@ class Summary(Frozen):
     target: str | None = None
     workload_description: str | None = None
     stage_seconds: dict[str, NonNegativeFloat] = Field(default_factory=dict)
+    stages: dict[str, Made] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
     command: str | None = None
     commit: str | None = None

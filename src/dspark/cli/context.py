@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dspark.artifacts import Kind
+from dspark.artifacts import Kind, Origin
 from dspark.cli.console import Screen
 from dspark.config.recipe import Recipe
 
@@ -24,11 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a stage adds to its manifest, and one line for the screen."""
+    """What a stage adds to its manifest, and one line for the screen.
+
+    ``working`` names files in the stage's folder that only served to resume it.
+    """
 
     counts: dict[str, int]
     notes: dict[str, Any]
     line: str
+    working: tuple[str, ...] = ()
 
 
 class RunContext:
@@ -75,6 +79,13 @@ class RunContext:
         runs = "our decoder" if loaded.config else f"transformers ({loaded.adapter_reason})"
         self.screen.stage("target", f"{self.recipe.target.source}, run by {runs}")
         return loaded
+
+    @cached_property
+    def origin(self) -> Origin:
+        """Command, code and machine, for the record of every stage that runs here."""
+        from dspark.cli.origin import origin_of
+
+        return origin_of(self.command)
 
     @cached_property
     def identity(self) -> dict[str, Any]:

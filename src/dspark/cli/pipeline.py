@@ -7,15 +7,20 @@ aside. What a stage does lives in ``dspark.cli.stages``.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
 from dspark.artifacts import (
     Kind,
     Parent,
+    Stopwatch,
+    attempt,
     begin,
+    complete,
+    completed,
     finish,
     is_current,
     new_manifest,
@@ -120,14 +125,29 @@ def _run_stage(
     if is_current(folder, manifest.fingerprint):
         run.screen.stage(kind, f"finished before: {folder}")
         return
+    watch = Stopwatch(run.origin, lambda: run.load_seconds)
     if kind in CHECKED_FIRST:
         # Before `begin`, which would move finished work of other settings aside.
         checked_draft_config(run)
-    begin(folder, manifest.fingerprint)
-    started, loaded = time.monotonic(), run.load_seconds
-    result = runner(run, folder)
-    seconds = time.monotonic() - started - (run.load_seconds - loaded)
-    notes = {**result.notes, "seconds": round(seconds, 2)}
-    with run.screen.bar(f"sealing {kind}", None):
-        finish(folder, manifest.model_copy(update={"counts": result.counts, "notes": notes}))
-    run.screen.stage(kind, f"{result.line} ({seconds:.0f} s)")
+
+    def tell(aside: Path, why: str) -> None:
+        run.screen.stage(kind, escape(f"old work moved to {aside} ({why})"))
+
+    begin(folder, manifest, tell)
+    with attempt(folder, watch):
+        done = completed(folder)
+        if done is None:
+            result = runner(run, folder)
+            done = complete(
+                folder,
+                counts=result.counts,
+                notes=result.notes,
+                line=result.line,
+                working=result.working,
+            )
+        with run.screen.bar(f"sealing {kind}", None):
+            update = {"counts": done.counts, "notes": done.notes}
+            made = finish(folder, manifest.model_copy(update=update), watch).made
+    assert made is not None
+    tries = f", {len(made.attempts)} attempts" if len(made.attempts) > 1 else ""
+    run.screen.stage(kind, f"{done.line} ({made.seconds:.0f} s{tries})")

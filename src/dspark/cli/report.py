@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dspark.artifacts import Manifest, atomic_json, lineage, read_manifest
+from dspark.artifacts import Kind, Made, Manifest, atomic_json, lineage, read_manifest
 from dspark.bench.report import write_report
 from dspark.bench.results import Lineage, LineageEntry, Summary
-from dspark.cli.provenance import commit, machine, versions
 
 if TYPE_CHECKING:
     from dspark.cli.context import RunContext
@@ -24,14 +23,19 @@ WORKLOADS = {
 }
 
 
+STAGES: tuple[Kind, ...] = ("prompts", "answers", "states", "draft", "bench")
+
+
 def write_report_files(run: RunContext) -> Path:
-    """Write the summary, the lineage and ``report.html`` into the run folder."""
-    seconds = {
-        kind: float(read_manifest(run.folder(kind), kind).notes["seconds"])
-        for kind in ("prompts", "answers", "states", "draft", "bench")
-    }
-    if run.load_seconds:
-        seconds["loading"] = round(run.load_seconds, 2)
+    """Write the summary, the lineage and ``report.html`` into the run folder.
+
+    Everything is read from what the stages recorded, so the files are the same whenever, wherever
+    and by whichever version they are written.
+    """
+    stages = _stage_records(run)
+    seconds = {kind: made.seconds for kind, made in stages.items()}
+    if loading := round(sum(made.loading for made in stages.values()), 2):
+        seconds["loading"] = loading
     rows = json.loads((run.folder("bench") / "results.json").read_text(encoding="utf-8"))
     trained_on = sorted(
         {
@@ -47,19 +51,28 @@ def write_report_files(run: RunContext) -> Path:
         "target": run.recipe.target.source,
         "workload_description": "; ".join(trained_on),
         "stage_seconds": seconds,
-        "versions": versions(),
-        "command": run.command,
-        "commit": commit(),
-        "machine": machine(),
+        "stages": {kind: made.model_dump(mode="json") for kind, made in stages.items()},
         "verification": run.recipe.bench.verification,
         "draft_sample_method": run.recipe.bench.draft_sample_method,
         "dtype": run.recipe.target.dtype,
         "block_size": run.recipe.draft.block_size,
     }
+    if "bench" in stages:
+        measured = stages["bench"].model_dump(mode="json")
+        raw |= {key: measured[key] for key in ("command", "commit", "machine", "versions")}
     summary = Summary.model_validate_json(json.dumps(raw))
     atomic_json(run.root / "summary.json", summary.model_dump(mode="json"))
     atomic_json(run.root / "lineage.json", _lineage(run.folder("bench")).model_dump(mode="json"))
     return write_report(run.root)
+
+
+def _stage_records(run: RunContext) -> dict[str, Made]:
+    """How each stage was made; artifacts that hold no record of it are named and left out."""
+    found = {kind: read_manifest(run.folder(kind), kind).made for kind in STAGES}
+    for kind, made in found.items():
+        if made is None:
+            run.screen.stage("report", f"no record of how {kind} was made: its time is not counted")
+    return {kind: made for kind, made in found.items() if made is not None}
 
 
 def _lineage(folder: Path) -> Lineage:

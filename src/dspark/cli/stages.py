@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from dspark.artifacts import Kind, atomic_json
+from dspark.bench.journal import UNFINISHED as UNFINISHED_BENCH
+from dspark.bench.journal import Journal
 from dspark.bench.local import BenchPrompt, LocalBench, as_json
 from dspark.capture.embedded import capture
 from dspark.checkpoint.draft import load_draft, read_config, save_draft
@@ -25,7 +27,7 @@ from dspark.config.resolve import differences, draft_config, layer_ids
 from dspark.data.chat import check_mask_token, end_of_turn_ids, prompt_ids
 from dspark.data.prompt import Prompt
 from dspark.data.prompts import build_prompts, read_prompts, write_prompts
-from dspark.data.regenerate import ANSWERS, regenerate
+from dspark.data.regenerate import ANSWERS, UNFINISHED, regenerate
 from dspark.engine.decode import Decoder
 from dspark.engine.drafter import Drafter
 from dspark.engine.generate import BatchGenerator
@@ -100,7 +102,7 @@ def run_answers(run: RunContext, folder: Path) -> StageResult:
     }
     cut = report.finish_reasons.get("length", 0)
     line = f"{report.answers} answers, {report.tokens:,} tokens, {cut} cut at max_new_tokens"
-    return StageResult(counts, notes, line)
+    return StageResult(counts, notes, line, (UNFINISHED,))
 
 
 def run_states(run: RunContext, folder: Path) -> StageResult:
@@ -157,19 +159,29 @@ def run_draft(run: RunContext, folder: Path) -> StageResult:
     provenance = draft_provenance(run, target, trained)
     save_draft(folder, trained.draft, provenance, target.dtype)
     atomic_json(folder / "training.json", trained.history)
-    (folder / RESUME_FILE).unlink(missing_ok=True)
     last = trained.history["evals"][-1]
     steps = trained.history["steps"][-1]["step"]
     line = f"{steps} steps, teacher-forced acceptance length {last['tau_all']:.2f}: {folder}"
     counts = {"steps": steps, "trainable_parameters": trained.parameters}
-    return StageResult(counts, {"tau": last["tau_all"]}, line)
+    return StageResult(counts, {"tau": last["tau_all"]}, line, (RESUME_FILE,))
 
 
 def run_bench(run: RunContext, folder: Path) -> StageResult:
     """Held-out prompts through both arms; writes ``bench.json`` and the headline rows."""
     prompts = [q for q in read_prompts(run.folder("prompts") / PROMPTS) if q.split == "held_out"]
+    journal = Journal(folder / UNFINISHED_BENCH, run.origin.machine)
+    if journal.from_elsewhere:
+        run.screen.stage("bench", "begun on another machine: all speeds are measured here again")
+    elif journal.found:
+        run.screen.stage("bench", f"{journal.found} decodings of an interrupted bench taken up")
     arms, rows = bench_draft(
-        run, run.target, run.folder("draft"), prompts, run.recipe.bench, run.recipe.prompts.workload
+        run,
+        run.target,
+        run.folder("draft"),
+        prompts,
+        run.recipe.bench,
+        run.recipe.prompts.workload,
+        journal,
     )
     atomic_json(folder / "bench.json", {"arms": arms})
     atomic_json(folder / "results.json", rows)
@@ -178,7 +190,8 @@ def run_bench(run: RunContext, folder: Path) -> StageResult:
         f"{row['speedup']:.2f}x"
         for row in rows
     ]
-    return StageResult({"prompts": len(prompts)}, {}, "; ".join(told))
+    counts = {"prompts": len(prompts)}
+    return StageResult(counts, {}, "; ".join(told), (UNFINISHED_BENCH,))
 
 
 def bench_draft(
@@ -188,8 +201,12 @@ def bench_draft(
     prompts: list[Prompt],
     section: BenchSection,
     workload: tuple[str, ...],
+    journal: Journal | None = None,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Measure ``checkpoint`` on ``prompts``: (arms, summary rows); ``run.screen`` shows it."""
+    """Measure ``checkpoint`` on ``prompts``: (arms, summary rows); ``run.screen`` shows it.
+
+    Decodings that ``journal`` holds are not made again.
+    """
     config, _ = read_config(checkpoint)
     model = target.build(config.target_layer_ids)
     draft, _ = load_draft(
@@ -222,6 +239,7 @@ def bench_draft(
             lambda ids: str(target.tokenizer.decode(ids)),
             workload,
             lambda _: bar.advance(),
+            journal,
         )
         bar.set(0, bench.decodings(rows))
         arms, summary = bench.run(rows)

@@ -54,8 +54,8 @@ def regenerate(
     """Answer ``prompts`` (id, category, ids) and write ``folder/answers.jsonl``.
 
     Temperatures of the section alternate over the prompts. Answers an interrupted run had finished
-    are read back from ``unfinished.jsonl`` and not made again. ``on_answer`` gets the number of
-    answers that became ready.
+    are read back from ``unfinished.jsonl`` and not made again; the caller removes that file when
+    the stage is sealed. ``on_answer`` gets the number of answers that became ready.
 
     Raises:
         DataError: no prompts, or no answer was left to train on.
@@ -100,9 +100,7 @@ def regenerate(
         missing = [r for i, r in requests.items() if i not in done]
         if missing:
             engine.run(missing, keep, lambda _: None)
-    report = _finish(folder, [done[i] for i in requests], section)
-    (folder / UNFINISHED).unlink()
-    return report
+    return _finish(folder, [done[i] for i in requests], section)
 
 
 def _finish(folder: Path, answers: list[Answer], section: RegenerateSection) -> AnswerReport:

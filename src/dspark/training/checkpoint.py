@@ -26,11 +26,15 @@ _UNUSABLE = (OSError, RuntimeError, LookupError, ValueError, TypeError, Attribut
 
 @dataclass
 class TrainingState:
-    """``step`` optimiser steps are done of ``total``; ``seconds`` of training time were used."""
+    """``step`` optimiser steps are done of ``total``; ``seconds`` of training time were used.
+
+    ``progress`` is the place in the schedule, from 0 to 1 (``dspark.training.pace``).
+    """
 
     step: int
     total: int
     seconds: float
+    progress: float
     history: dict[str, list[dict[str, Any]]]
 
 

@@ -25,16 +25,19 @@ def build_optimizer(module: nn.Module, section: TrainSection) -> torch.optim.Ada
     )
 
 
-def learning_rate(section: TrainSection, step: int, total: int) -> float:
-    """Rate of optimiser step ``step`` (0-based) of ``total``: warm-up, then cosine to 0."""
+def learning_rate(section: TrainSection, step: float, total: int) -> float:
+    """Rate of optimiser step ``step`` (from 0) of ``total``: warm-up, then cosine to 0.
+
+    ``step`` is a place in the schedule; in a run limited by time it lies between whole steps.
+    """
     warmup = max(1, round(section.warmup_ratio * total))
     if step < warmup:
-        return section.learning_rate * (step + 1) / warmup
+        return section.learning_rate * min(1.0, (step + 1) / warmup)
     progress = (step - warmup) / max(1, total - warmup)
     return section.learning_rate * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 
-def coefficients(loss: LossSection, step: int, total: int) -> tuple[float, float, float]:
+def coefficients(loss: LossSection, step: float, total: int) -> tuple[float, float, float]:
     """(ce, l1, confidence) at ``step``: from (1, 0, c) to the recipe's over ``ce_first``."""
     if loss.ce_first == 0:
         return loss.ce, loss.l1, loss.confidence

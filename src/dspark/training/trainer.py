@@ -2,13 +2,11 @@
 
 Numerics: fp32 master weights, bf16 products under autocast, fp32 loss. The denominator of the loss
 is the sum of slot weights of the whole accumulation window, so accumulating N micro-batches equals
-one batch N times as large. With ``max_seconds`` the first steps are timed once and the length of
-the run is then fixed, so that the cosine still ends at zero and a resumed run keeps its plan.
+one batch N times as large. How ``max_seconds`` ends a run is in ``dspark.training.pace``.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -34,16 +32,17 @@ from dspark.training.checkpoint import TrainingState, load_state, save_state
 from dspark.training.evaluate import Evaluator
 from dspark.training.loss import slot_weights
 from dspark.training.optim import build_optimizer, coefficients, learning_rate
+from dspark.training.pace import Pace
 from dspark.training.step import StepOutput, Vocabulary, training_step, window_weight
-
-TIMED_STEPS = 12
-EVAL_RESERVE = 0.06  # share of max_seconds kept for evaluation and saving
 
 OnStep = Callable[[int, int, dict[str, Any]], None]
 
 
 class Trainer:
-    """Trains ``draft`` in place on hidden records. ``head`` is the target's lm_head [V, H]."""
+    """Trains ``draft`` in place on hidden records. ``head`` is the target's lm_head [V, H].
+
+    ``clock`` gives seconds; only differences count, and without ``max_seconds`` only in records.
+    """
 
     def __init__(
         self,
@@ -53,10 +52,11 @@ class Trainer:
         section: TrainSection,
         folder: Path,
         support: Tensor | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         require_anchors(records)
         require_normed(records)
-        self.draft, self.section, self.folder = draft, section, folder
+        self.draft, self.section, self.folder, self.clock = draft, section, folder, clock
         self.training, self.validation = split_validation(records)
         self.vocabulary = Vocabulary.of(head, support, torch.float32)
         self.block_size = draft.config.block_size
@@ -68,8 +68,8 @@ class Trainer:
             seed=section.seed,
         )
         self.optimizer = build_optimizer(draft, section)
-        full = math.ceil(section.epochs * self.plan.per_epoch / section.accumulate)
-        self.state = TrainingState(0, max(full, 1), 0.0, {"steps": [], "evals": []})
+        self.full = max(1, math.ceil(section.epochs * self.plan.per_epoch / section.accumulate))
+        self.state = TrainingState(0, self.full, 0.0, 0.0, {"steps": [], "evals": []})
         self.device = head.device
 
     def run(self, on_step: OnStep = lambda *_: None) -> dict[str, list[dict[str, Any]]]:
@@ -80,14 +80,15 @@ class Trainer:
         """
         self.state = load_state(self.folder, self.draft, self.optimizer) or self.state
         state = self.state
-        used, started = state.seconds, time.monotonic()
+        pace = Pace(self.section, self.full, state)
+        used, started = state.seconds, self.clock()
         while state.step < state.total:
-            row = self._step(state.step, state.total)
-            state.step += 1
-            state.seconds = used + time.monotonic() - started
+            begun = self.clock()
+            row = self._step(state.step, pace.position(state), state.total)
+            ended = self.clock()
+            state.seconds = used + ended - started
+            pace.advance(state, ended - begun)
             state.history["steps"].append({"step": state.step, "seconds": state.seconds, **row})
-            if state.step == TIMED_STEPS and self.section.max_seconds is not None:
-                state.total = self._planned_total(state)
             last = state.step == state.total
             if last or state.step % self.section.eval_every == 0:
                 evaluation = self.evaluate()
@@ -97,16 +98,8 @@ class Trainer:
             if last or state.step % self.section.checkpoint_every == 0:
                 save_state(self.folder, self.draft, self.optimizer, state)
             on_step(state.step, state.total, state.history["steps"][-1])
+            pace.pause(self.clock() - ended)
         return state.history
-
-    def _planned_total(self, state: TrainingState) -> int:
-        """Steps that fit ``max_seconds``, from the median time of the first ones."""
-        assert self.section.max_seconds is not None
-        times = [row["seconds"] for row in state.history["steps"]]
-        gaps = sorted(b - a for a, b in itertools.pairwise(times[1:]))
-        per_step = gaps[len(gaps) // 2]
-        fits = int(self.section.max_seconds * (1 - EVAL_RESERVE) / max(per_step, 1e-6))
-        return max(state.step + 1, min(state.total, fits))
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(
@@ -133,13 +126,13 @@ class Trainer:
                 detach_confidence=loss.detach_confidence,
             )
 
-    def _step(self, step: int, total: int) -> dict[str, Any]:
-        """One optimiser step over ``accumulate`` micro-batches."""
+    def _step(self, step: int, position: float, total: int) -> dict[str, Any]:
+        """Optimiser step ``step`` (``accumulate`` micro-batches) at ``position`` of the plan."""
         section = self.section
-        rate = learning_rate(section, step, total)
+        rate = learning_rate(section, position, total)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        coefs = coefficients(section.loss, step, total)
+        coefs = coefficients(section.loss, position, total)
         first = step * section.accumulate
         window = [self.plan.batch(first + i) for i in range(section.accumulate)]
         denominator = max(window_weight(window, section.loss.decay), 1e-8)
