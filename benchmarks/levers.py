@@ -28,6 +28,8 @@ from dspark.training.stage import TargetParts, train_draft
 VARIANTS: dict[str, list[str]] = {
     "recipe": [],
     "no Markov warm start": ["train.warm_start.markov=false"],
+    "no ridge start": ["train.warm_start.context=false"],
+    "no warm start": ["train.warm_start.markov=false", "train.warm_start.context=false"],
     "no CE-first": ["train.loss.ce_first=0.0"],
     "full draft vocabulary": ["draft.vocabulary_size=null"],
     "one layer": ["draft.num_hidden_layers=1"],

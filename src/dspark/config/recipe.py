@@ -183,9 +183,14 @@ class DraftSection(Frozen):
 
 
 class WarmStart(Frozen):
-    """Closed-form starts. ``markov``: truncated SVD of bigram counts of the answers."""
+    """Closed-form starts, both fitted on the training answers.
+
+    ``markov``: truncated SVD of bigram counts. ``context``: ridge regression from taps to final
+    states, put into the first layer (k3 flavour).
+    """
 
     markov: bool = False
+    context: bool = False
 
 
 class LossSection(Frozen):
@@ -262,6 +267,26 @@ class Recipe(Frozen):
     bench: BenchSection = BenchSection()
 
     @model_validator(mode="after")
+    def _starts_fit(self) -> Recipe:
+        start = self.train.warm_start
+        if start.markov and self.draft.markov_head_type != "vanilla":
+            raise ValueError(
+                "train.warm_start.markov: bigrams only fit a vanilla Markov head, found "
+                f"draft.markov_head_type {self.draft.markov_head_type}"
+            )
+        if start.context and self.draft.flavour != "k3":
+            raise ValueError(
+                "train.warm_start.context: is built from latent rows (flavour k3), found "
+                f"draft.flavour {self.draft.flavour}"
+            )
+        for key, part in (("markov", "Markov head"), ("context", "first layer")):
+            if getattr(start, key) and self.train.init_from is not None:
+                raise ValueError(
+                    f"train.warm_start.{key}: would overwrite the {part} of train.init_from"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _sections_agree(self) -> Recipe:
         longest = max(self.regenerate.max_new_tokens, self.bench.max_new_tokens)
         need = self.prompts.max_prompt_tokens + longest
@@ -273,15 +298,6 @@ class Recipe(Frozen):
             )
         if len(set(self.bench.temperatures)) != len(self.bench.temperatures):
             raise ValueError("bench.temperatures: names a temperature twice")
-        if self.train.warm_start.markov and self.draft.markov_head_type != "vanilla":
-            raise ValueError(
-                "train.warm_start.markov: bigrams only fit a vanilla Markov head, found "
-                f"draft.markov_head_type {self.draft.markov_head_type}"
-            )
-        if self.train.warm_start.markov and self.train.init_from is not None:
-            raise ValueError(
-                "train.warm_start.markov: would overwrite the Markov head of train.init_from"
-            )
         if need > self.target.max_context:
             raise ValueError(
                 f"prompts.max_prompt_tokens {self.prompts.max_prompt_tokens} + max_new_tokens "

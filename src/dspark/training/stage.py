@@ -23,6 +23,7 @@ from dspark.model.draft import DSparkDraft
 from dspark.model.init import initialise
 from dspark.model.support import clear_spare_rank, fold_support
 from dspark.training.batches import split_validation
+from dspark.training.contextstart import warm_start_context
 from dspark.training.selftest import Agreement, require_sound_states
 from dspark.training.trainer import OnStep, Trainer
 from dspark.training.warmstart import choose_support, continue_from, warm_start_markov
@@ -89,6 +90,8 @@ def train_draft(
         on_note(f"draft vocabulary: {len(support)} tokens, {covered:.2%} of held-back answers")
     if section.warm_start.markov:
         warm_start_markov(draft, fitted, support)
+    if section.warm_start.context:
+        warm_start_context(draft, fitted, section.seed)
     draft = draft.to(target.head.device)
     trainer = Trainer(draft, target.head, records, section, folder, support)
     history = trainer.run(on_step)
