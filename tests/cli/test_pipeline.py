@@ -147,3 +147,30 @@ def test_help_is_instant_and_imports_no_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert loaded.stdout.strip() == "False"
+
+
+def test_a_verb_says_where_its_result_lies_and_what_was_left_out(tiny_recipe: Path) -> None:
+    root = tiny_recipe.parent / ("a rather long folder name " * 4) / "[1] run"
+    rows = [{"turns": [f"tom has {i} and gets 2 more", "and then?"]} for i in range(1, 4)]
+    prompts = tiny_recipe.parent / "prompts.jsonl"
+    prompts.write_text(prompts.read_text() + "".join(json.dumps(row) + "\n" for row in rows))
+    count = len(prompts.read_text().splitlines())
+    small = [f"output={root}", f"prompts.sources.0.train={count - 12}", "train.epochs=0.1",
+             "bench.prompts_per_category=5", "bench.repeats=1", "bench.temperatures=[0.0]",
+             "bench.max_new_tokens=8", "regenerate.max_new_tokens=4"]  # fmt: skip
+    done = dspark("prompts", str(tiny_recipe), *small)
+    assert done.returncode == 0, done.stderr
+    assert f"{root}/prompts/prompts.jsonl\n" in done.stdout
+    assert "have later turns, which are not asked" in " ".join(done.stdout.split())
+    later = verify(root / "prompts").notes["with_later_turns"]
+    assert sum(later.values()) == 3
+    done = dspark("run", str(tiny_recipe), *small)
+    assert done.returncode == 0, done.stderr
+    assert "7 of sums left out: bench.prompts_per_category is 5" in " ".join(done.stdout.split())
+    bench = verify(root / "bench")
+    assert bench.counts == {"prompts": 5, "left_out": 7}
+    assert bench.notes["left_out"] == {"sums": 7}
+    assert f"{root}/report.html\n" in done.stdout
+    again = dspark("train", str(tiny_recipe), *small)
+    for name in ("config.json", "model.safetensors", "training.json"):
+        assert f"{root}/draft/{name}\n" in again.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import (
@@ -15,6 +16,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 
 class Bar:
@@ -39,6 +41,15 @@ class Screen:
 
     def stage(self, name: str, text: str) -> None:
         self.console.print(f"[bold]{name:>10}[/]  {text}", highlight=False)
+
+    def path(self, name: str, where: Path) -> None:
+        """A place on disk, whole and on one line, to be copied from the screen."""
+        # Text, not markup: a folder may be called anything. Soft wrap: never cut by dspark.
+        self.console.print(
+            Text(f"{name:>10}", style="bold").append(f"  {where}", style="bold"),
+            highlight=False,
+            soft_wrap=True,
+        )
 
     @contextmanager
     def bar(self, title: str, total: float | None) -> Iterator[Bar]:

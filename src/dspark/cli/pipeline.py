@@ -44,6 +44,7 @@ PARENTS: dict[Kind, tuple[Kind, ...]] = {
     "bench": ("draft", "prompts"),
 }
 CHECKED_FIRST: frozenset[Kind] = frozenset({"prompts", "draft"})
+SHOWN_RESULTS = 6
 VERBS = {"answers": "regenerate", "states": "capture", "draft": "train"}
 
 
@@ -88,8 +89,18 @@ def run_stages(run: RunContext, last: Kind | None, *, only: bool) -> None:
             _require(run, kind)
             continue
         _run_stage(run, kind, RUNNERS[kind])
+        if only:
+            _show_result(run, kind)
     if last is None:
-        run.screen.stage("report", f"[bold]{write_report_files(run)}[/]")
+        run.screen.path("report", write_report_files(run))
+
+
+def _show_result(run: RunContext, kind: Kind) -> None:
+    """Where the artifact's files and subfolders are; of very many only the folder they are in."""
+    folder = run.folder(kind)
+    names = sorted({name.split("/")[0] for name in read_manifest(folder, kind).files})
+    for place in [folder / name for name in names] if len(names) <= SHOWN_RESULTS else [folder]:
+        run.screen.path("result", place)
 
 
 def _require(run: RunContext, kind: Kind) -> None:

@@ -6,6 +6,7 @@ of tensors beyond passing them on.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,18 @@ def run_prompts(run: RunContext, folder: Path) -> StageResult:
     atomic_json(folder / "report.json", report.model_dump(mode="json"))
     counts = {split: sum(q.split == split for q in prompts) for split in ("train", "held_out")}
     line = f"{counts['train']} to train on, {counts['held_out']} held out"
-    return StageResult(counts, {}, line)
+    later = {split: _with_later_turns(prompts, split) for split in counts}
+    if any(later.values()):
+        run.screen.stage(
+            "prompts",
+            f"{later['train']} to train on and {later['held_out']} held out have later turns, "
+            "which are not asked: only the first of the user is",
+        )
+    return StageResult(counts, {"with_later_turns": later}, line)
+
+
+def _with_later_turns(prompts: list[Prompt], split: str) -> int:
+    return sum(bool(q.later_turns) for q in prompts if q.split == split)
 
 
 def run_answers(run: RunContext, folder: Path) -> StageResult:
@@ -190,8 +202,25 @@ def run_bench(run: RunContext, folder: Path) -> StageResult:
         f"{row['speedup']:.2f}x"
         for row in rows
     ]
-    counts = {"prompts": len(prompts)}
-    return StageResult(counts, {}, "; ".join(told), (UNFINISHED_BENCH,))
+    measured = measured_prompts(prompts, run.recipe.bench)
+    counts = {"prompts": len(measured), "left_out": len(prompts) - len(measured)}
+    notes = {"left_out": left_out(prompts, run.recipe.bench)}
+    return StageResult(counts, notes, "; ".join(told), (UNFINISHED_BENCH,))
+
+
+def measured_prompts(prompts: list[Prompt], section: BenchSection) -> list[Prompt]:
+    """The first ``prompts_per_category`` of every category, category by category."""
+    own: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        own.setdefault(prompt.category, []).append(prompt)
+    return [q for part in own.values() for q in part[: section.prompts_per_category]]
+
+
+def left_out(prompts: list[Prompt], section: BenchSection) -> dict[str, int]:
+    """How many prompts of a category are not measured; categories without such are not named."""
+    every = Counter(q.category for q in prompts)
+    over = {c: n - section.prompts_per_category for c, n in every.items()}
+    return {category: n for category, n in over.items() if n > 0}
 
 
 def bench_draft(
@@ -218,18 +247,18 @@ def bench_draft(
         "verification": section.verification,
         "draft_sample_method": section.draft_sample_method,
     }
-    rows = []
-    for category in dict.fromkeys(q.category for q in prompts):
-        own = [q for q in prompts if q.category == category][: section.prompts_per_category]
-        rows += [
-            BenchPrompt(
-                q.id,
-                q.category,
-                q.messages[-1]["content"],
-                prompt_ids(target.tokenizer, q.messages),
-            )
-            for q in own
-        ]
+    if over := left_out(prompts, section):
+        named = ", ".join(f"{number} of {category}" for category, number in over.items())
+        run.screen.stage(
+            "bench",
+            f"{named} left out: bench.prompts_per_category is {section.prompts_per_category}",
+        )
+    rows = [
+        BenchPrompt(
+            q.id, q.category, q.messages[-1]["content"], prompt_ids(target.tokenizer, q.messages)
+        )
+        for q in measured_prompts(prompts, section)
+    ]
     with run.screen.bar("prompts, both arms", None) as bar:
         bench = LocalBench(
             Decoder(model, None, ends),
