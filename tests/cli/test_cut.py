@@ -15,9 +15,14 @@ from typing import Any
 
 import pytest
 from cut_run import Cutter
+from rich.console import Console
 
 from conftest import RECIPE, write_prompts
 from dspark.artifacts import MANIFEST, Manifest, read_manifest, verify
+from dspark.cli.console import Screen
+from dspark.cli.context import RunContext
+from dspark.cli.plan import plan_of
+from dspark.config.load import load_recipe
 from dspark.errors import MissingArtifactError
 
 KINDS = ("prompts", "answers", "states", "draft", "bench")
@@ -115,6 +120,10 @@ def test_a_stage_cut_at_work_and_again_while_sealed_makes_what_it_would_have_mad
             assert "Traceback" not in out
         unreadable(folder)
         assert more is None or counts[kind] == more, "work was done twice"
+    # The plan has told what lies there now, working files and all.
+    need = plan_of(RunContext(load_recipe(again[1], again[2:]), "", Screen(Console(quiet=True))))
+    lies_there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    assert lies_there <= need[kind].disk + need[kind].working
     code, out, counts = cutter.run(*again)
     assert code == 0, out
     assert counts[kind] == 0, "sealing needed the work again"

@@ -78,6 +78,21 @@ def text_sizes(files: TargetFiles, config: Any) -> dict[str, Any]:
     return sizes
 
 
+def count_parameters(files: TargetFiles, config: Any) -> int:
+    """How many numbers the model of ``config`` has; built without storage, no weight is read.
+
+    Raises:
+        TargetError: transformers cannot build it.
+        MissingDependencyError: see :func:`read_tokenizer`.
+    """
+    with _translated(files, "a causal language model that transformers can build"):
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return sum(p.numel() for p in model.parameters())
+
+
 def read_model(files: TargetFiles, config: Any, dtype: torch.dtype) -> Any:
     """The model with every one of its weights from the files, in ``dtype``, for inference.
 

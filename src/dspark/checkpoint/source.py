@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dspark.errors import ConfigError, MissingDependencyError, TargetError
 
 PACKAGE = "package:"
+CONFIG_FILES = ("config.json",)
 HUB_FILES = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.tiktoken", "*.txt")
 HUB_LEFT_OUT = ("*/*", "consolidated*")  # other formats of the same weights
 LOCAL_ALTERNATIVE = (
@@ -76,9 +78,10 @@ def find_target(source: str, revision: str | None = None) -> TargetFiles:
     return TargetFiles(source, source, None, revision, hub=True)
 
 
-def fetch(files: TargetFiles) -> TargetFiles:
+def fetch(files: TargetFiles, patterns: Sequence[str] = HUB_FILES) -> TargetFiles:
     """The same target as files on this machine; a hub id becomes its cached snapshot's folder.
 
+    ``patterns`` limits what is downloaded: a plan needs the config alone.
     ``revision`` of the result is the commit that was found, whatever branch or tag was asked for.
 
     Raises:
@@ -92,7 +95,7 @@ def fetch(files: TargetFiles) -> TargetFiles:
         folder = snapshot_download(
             files.location,
             revision=files.revision,
-            allow_patterns=list(HUB_FILES),
+            allow_patterns=list(patterns),
             ignore_patterns=list(HUB_LEFT_OUT),
         )
     except Exception as error:  # the network stack below raises errors of many kinds

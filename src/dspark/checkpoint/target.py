@@ -107,7 +107,7 @@ def _from_gguf(
 ) -> LoadedTarget:
     dtype = getattr(torch, section.dtype)
     config = file.config()
-    shape = _shape(section, config.model_dump())
+    shape = shape_of(section, config.model_dump())
     state = target_state(config, file.state(dtype))
     tokenizer = read_tokenizer(files)
     return LoadedTarget(
@@ -121,7 +121,7 @@ def _from_transformers(
     dtype = getattr(torch, section.dtype)
     whole = read_config(files)
     sizes = text_sizes(files, whole)
-    shape = _shape(section, sizes)
+    shape = shape_of(section, sizes)
     tokenizer = read_tokenizer(files)
     model: Any = read_model(files, whole, dtype)
     config, state, reason = None, {}, ""
@@ -138,7 +138,7 @@ def _from_transformers(
     return LoadedTarget(files, tokenizer, shape, config, reason, dtype, device, ends, state, model)
 
 
-def _shape(section: TargetSection, sizes: dict[str, Any]) -> TargetShape:
+def shape_of(section: TargetSection, sizes: dict[str, Any]) -> TargetShape:
     """Sizes under a transformers config's names, with the context the recipe asks for.
 
     Raises:

@@ -11,6 +11,7 @@ from dspark.artifacts import atomic_json
 from dspark.checkpoint.draft import read_config
 from dspark.checkpoint.target import load_target
 from dspark.cli.console import Screen
+from dspark.cli.plan import print_draft_plan
 from dspark.cli.stages import bench_draft
 from dspark.config.load import apply_override
 from dspark.config.recipe import BenchSection, FileSource, OrderTicketSource, TargetSection
@@ -25,26 +26,29 @@ class _Shown:
 
 
 def bench_checkpoint(
-    folder: Path, prompts: Path | None, out: Path | None, overrides: list[str]
+    folder: Path,
+    prompts: Path | None,
+    out: Path | None,
+    overrides: list[str],
+    *,
+    plan: bool = False,
 ) -> None:
     """Decode ``prompts`` (or eight order tickets) with and without the draft; print a table.
 
-    ``overrides`` are keys of the recipe's bench section: ``bench.max_new_tokens=64``.
+    ``overrides`` are keys of the recipe's bench section: ``bench.max_new_tokens=64``. ``plan`` only
+    prints how many decodings and how much memory that takes.
 
     Raises:
         CheckpointError: the checkpoint does not name its target.
         ConfigError: an override of anything but the bench section.
     """
     section = _section(overrides)
-    target = load_target(_target_of(folder))
+    source = _source(prompts)
     shown = _Shown()
-    if prompts is not None:
-        count = min(section.prompts_per_category, len(list(read_json_lines(prompts))))
-        source: FileSource | OrderTicketSource = FileSource(
-            kind="file", path=str(prompts), category="file", held_out=count
-        )
-    else:
-        source = OrderTicketSource(kind="order_tickets", held_out=8, seed=1)
+    if plan:
+        print_draft_plan(folder, _target_of(folder), section, source.held_out, shown.screen)
+        return
+    target = load_target(_target_of(folder))
     arms, rows = bench_draft(
         shown, target, folder, list(prompts_of(source)), section, (source.category,)
     )
@@ -52,6 +56,14 @@ def bench_checkpoint(
     if out is not None:
         atomic_json(out, {"results": rows, "arms": arms})
         shown.screen.stage("figures", str(out))
+
+
+def _source(prompts: Path | None) -> FileSource | OrderTicketSource:
+    """All prompts of the file; how many are measured, and left out, is the bench section's say."""
+    if prompts is None:
+        return OrderTicketSource(kind="order_tickets", held_out=8, seed=1)
+    count = len(list(read_json_lines(prompts)))
+    return FileSource(kind="file", path=str(prompts), category="file", held_out=count)
 
 
 def _section(overrides: list[str]) -> BenchSection:

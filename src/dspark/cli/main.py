@@ -122,11 +122,9 @@ def bench(
 ) -> None:
     """Measure acceptance, identity and speed against the plain arm of the same engine."""
     if source.is_dir():
-        if plan:
-            _refuse_option("--plan", "a recipe", source)
         from dspark.cli.checkpoint_bench import bench_checkpoint
 
-        bench_checkpoint(source, prompts, out, overrides or [])
+        bench_checkpoint(source, prompts, out, overrides or [], plan=plan)
         return
     for name, value in (("--prompts", prompts), ("--out", out)):
         if value is not None:

@@ -1,0 +1,83 @@
+"""What a target would cost, known from its config alone: no weight is read, no model downloaded.
+
+A plan asks before anything is there. Of a hub id only ``config.json`` is fetched, at the revision
+the recipe names; a GGUF's header and a folder's config are read. Parameters are counted on a model
+without storage, so the number is that of the family's own code and not a formula's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dspark.checkpoint.gguf import GGUFFile, require_gguf
+from dspark.checkpoint.pretrained import count_parameters, read_config, text_sizes
+from dspark.checkpoint.source import CONFIG_FILES, TargetFiles, fetch
+from dspark.checkpoint.target import shape_of
+from dspark.config.recipe import TargetSection
+from dspark.config.resolve import TargetShape
+from dspark.config.target import TargetConfig
+from dspark.model.target import DecoderTarget
+
+WIDTH = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class TargetSizes:
+    """Sizes of a target: what a draft depends on, and what it weighs.
+
+    ``row_bytes`` is what one token takes in the caches of all layers. ``own_decoder``: our decoder
+    runs it, which keeps a second, packed copy of its matrices on a CPU.
+    """
+
+    shape: TargetShape
+    parameters: int
+    row_bytes: int
+    own_decoder: bool
+
+
+def read_sizes(section: TargetSection, files: TargetFiles) -> TargetSizes:
+    """Sizes of the target in ``files``.
+
+    Raises:
+        ConfigError: ``target.max_context`` is beyond the target's own.
+        TargetError: no such target, no network, or a config that cannot be read.
+        MissingDependencyError: an optional package is needed (names it or the extra).
+    """
+    files = fetch(files, CONFIG_FILES)
+    width = WIDTH[section.dtype]
+    if files.gguf is not None:
+        require_gguf(section.source)
+        file = GGUFFile(files)
+        if file.covered:
+            config = file.config()
+            return _own(shape_of(section, config.model_dump()), config, width)
+    whole = read_config(files)
+    sizes = text_sizes(files, whole)
+    shape = shape_of(section, sizes)
+    try:
+        return _own(shape, TargetConfig.from_hf(sizes), width)
+    except ValueError:  # a family the adapter runs
+        row = shape.num_hidden_layers * _adapter_row(shape, sizes) * width
+        return TargetSizes(shape, count_parameters(files, whole), row, own_decoder=False)
+
+
+def _own(shape: TargetShape, config: TargetConfig, width: int) -> TargetSizes:
+    with torch.device("meta"):
+        model = DecoderTarget(config, ())
+        row = model.new_cache(1, 1)
+    numbers = sum(part.numel() for parts in row.layers for part in parts)
+    parameters = sum(p.numel() for p in model.parameters())
+    if config.tie_word_embeddings:
+        parameters -= shape.vocab_size * shape.hidden_size  # one matrix, which both share
+    return TargetSizes(shape, parameters, numbers * width, own_decoder=True)
+
+
+def _adapter_row(shape: TargetShape, sizes: dict[str, Any]) -> int:
+    """Numbers that transformers caches of one token and layer; latent attention is expanded."""
+    if sizes.get("kv_lora_rank"):
+        head = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"] + sizes["v_head_dim"]
+        return shape.num_attention_heads * int(head)
+    return 2 * shape.num_key_value_heads * shape.head_dim
