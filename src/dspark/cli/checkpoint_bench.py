@@ -8,36 +8,35 @@ from typing import Any
 from rich.table import Table
 
 from dspark.artifacts import atomic_json
-from dspark.checkpoint.draft import read_config
-from dspark.checkpoint.target import load_target
 from dspark.cli.console import Screen
+from dspark.cli.draft_target import load_target_of
 from dspark.cli.stages import bench_draft
 from dspark.config.load import apply_override
-from dspark.config.recipe import BenchSection, FileSource, OrderTicketSource, TargetSection
+from dspark.config.recipe import BenchSection, FileSource, OrderTicketSource
 from dspark.data.jsonl import read_json_lines
 from dspark.data.sources import prompts_of
-from dspark.errors import CheckpointError, ConfigError
-
-
-class _Shown:
-    def __init__(self) -> None:
-        self.screen = Screen()
+from dspark.errors import ConfigError
 
 
 def bench_checkpoint(
-    folder: Path, prompts: Path | None, out: Path | None, overrides: list[str]
+    folder: Path,
+    prompts: Path | None,
+    out: Path | None,
+    overrides: list[str],
+    other_target: str | None = None,
 ) -> None:
     """Decode ``prompts`` (or eight order tickets) with and without the draft; print a table.
 
-    ``overrides`` are keys of the recipe's bench section: ``bench.max_new_tokens=64``.
+    ``overrides`` are keys of the recipe's bench section: ``bench.max_new_tokens=64``. The target is
+    the one the draft's provenance names, or ``other_target``.
 
     Raises:
-        CheckpointError: the checkpoint does not name its target.
+        CheckpointError, TargetError: see :func:`dspark.cli.draft_target.load_target_of`.
         ConfigError: an override of anything but the bench section.
     """
     section = _section(overrides)
-    target = load_target(_target_of(folder))
-    shown = _Shown()
+    screen = Screen()
+    target = load_target_of(folder, other_target, screen)
     if prompts is not None:
         count = min(section.prompts_per_category, len(list(read_json_lines(prompts))))
         source: FileSource | OrderTicketSource = FileSource(
@@ -46,12 +45,12 @@ def bench_checkpoint(
     else:
         source = OrderTicketSource(kind="order_tickets", held_out=8, seed=1)
     arms, rows = bench_draft(
-        shown, target, folder, list(prompts_of(source)), section, (source.category,)
+        screen, target, folder, list(prompts_of(source)), section, (source.category,)
     )
-    shown.screen.console.print(_table(folder, rows))
+    screen.console.print(_table(folder, rows))
     if out is not None:
         atomic_json(out, {"results": rows, "arms": arms})
-        shown.screen.stage("figures", str(out))
+        screen.stage("figures", str(out))
 
 
 def _section(overrides: list[str]) -> BenchSection:
@@ -69,23 +68,6 @@ def _section(overrides: list[str]) -> BenchSection:
             where=" ".join(overrides),
             fix="For example: bench.max_new_tokens=64 bench.repeats=3",
         ) from error
-
-
-def _target_of(folder: Path) -> TargetSection:
-    """The target a draft's provenance names, as it was when the draft was made."""
-    _, provenance = read_config(folder)
-    if "target" not in provenance:
-        raise CheckpointError(
-            expected="a provenance that names the target",
-            found="none",
-            where=str(folder / "config.json"),
-            fix="Run `dspark bench` with the recipe that made the draft.",
-        )
-    return TargetSection(
-        source=provenance["target"],
-        dtype=provenance.get("target_dtype", "float32"),
-        max_context=provenance.get("target_max_context", 2048),
-    )
 
 
 def _table(folder: Path, rows: list[dict[str, Any]]) -> Table:

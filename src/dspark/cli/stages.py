@@ -19,6 +19,7 @@ from dspark.bench.local import BenchPrompt, LocalBench, as_json
 from dspark.capture.embedded import capture
 from dspark.checkpoint.draft import load_draft, read_config, save_draft
 from dspark.checkpoint.target import LoadedTarget
+from dspark.cli.console import Screen
 from dspark.cli.context import RunContext, StageResult
 from dspark.cli.provenance import draft_provenance
 from dspark.config.architecture import DraftConfig
@@ -175,7 +176,7 @@ def run_bench(run: RunContext, folder: Path) -> StageResult:
     elif journal.found:
         run.screen.stage("bench", f"{journal.found} decodings of an interrupted bench taken up")
     arms, rows = bench_draft(
-        run,
+        run.screen,
         run.target,
         run.folder("draft"),
         prompts,
@@ -195,7 +196,7 @@ def run_bench(run: RunContext, folder: Path) -> StageResult:
 
 
 def bench_draft(
-    run: Any,
+    screen: Screen,
     target: LoadedTarget,
     checkpoint: Path,
     prompts: list[Prompt],
@@ -203,7 +204,7 @@ def bench_draft(
     workload: tuple[str, ...],
     journal: Journal | None = None,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Measure ``checkpoint`` on ``prompts``: (arms, summary rows); ``run.screen`` shows it.
+    """Measure ``checkpoint`` on ``prompts``: (arms, summary rows).
 
     Decodings that ``journal`` holds are not made again.
     """
@@ -230,7 +231,7 @@ def bench_draft(
             )
             for q in own
         ]
-    with run.screen.bar("prompts, both arms", None) as bar:
+    with screen.bar("prompts, both arms", None) as bar:
         bench = LocalBench(
             Decoder(model, None, ends),
             Decoder(model, drafter, ends, **modes),
