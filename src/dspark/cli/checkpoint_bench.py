@@ -10,7 +10,7 @@ from rich.table import Table
 from dspark.artifacts import atomic_json
 from dspark.cli.console import Screen
 from dspark.cli.draft_target import load_target_of
-from dspark.cli.stages import bench_draft
+from dspark.cli.stages import bench_draft, length_text
 from dspark.config.load import apply_override
 from dspark.config.recipe import BenchSection, FileSource, OrderTicketSource
 from dspark.data.jsonl import read_json_lines
@@ -76,12 +76,11 @@ def _table(folder: Path, rows: list[dict[str, Any]]) -> Table:
     for name in columns:
         table.add_column(name, justify="right")
     for row in rows:
-        low, high = row["ci95"]
         same = row["identical_to_plain"]
         table.add_row(
             str(row["temperature"]),
-            f"{row['acceptance_length']:.2f}",
-            f"{low:.2f} to {high:.2f}",
+            length_text(row["acceptance_length"]),
+            "-" if row["ci95"] is None else "{:.2f} to {:.2f}".format(*row["ci95"]),
             f"{row['tokens_per_second']['plain']:.1f}",
             f"{row['tokens_per_second']['draft']:.1f}",
             f"{row['speedup']:.2f}x",

@@ -67,6 +67,10 @@ def _stages(
 
         print_plan(context, only)
         return
+    if only is None:
+        from dspark.bench.svg import require_plotting
+
+        require_plotting()  # the report comes last, hours later
     try:
         from dspark.cli.pipeline import run_stages
 

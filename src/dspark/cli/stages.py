@@ -187,12 +187,17 @@ def run_bench(run: RunContext, folder: Path) -> StageResult:
     atomic_json(folder / "bench.json", {"arms": arms})
     atomic_json(folder / "results.json", rows)
     told = [
-        f"{row['prompts']} T={row['temperature']}: {row['acceptance_length']:.2f}, "
+        f"{row['prompts']} T={row['temperature']}: {length_text(row['acceptance_length'])}, "
         f"{row['speedup']:.2f}x"
         for row in rows
     ]
     counts = {"prompts": len(prompts)}
     return StageResult(counts, {}, "; ".join(told), (UNFINISHED_BENCH,))
+
+
+def length_text(length: float | None) -> str:
+    """An acceptance length for the screen; none where every answer ended with its first token."""
+    return "no steps" if length is None else f"{length:.2f}"
 
 
 def bench_draft(
