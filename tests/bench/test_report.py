@@ -200,6 +200,14 @@ def test_page_is_the_same_every_time(page_text: str) -> None:
     assert rendered(*made_run()) == page_text
 
 
+def test_labels_outside_the_draft_vocabulary_are_told_beside_the_cross_entropy() -> None:
+    summary, bench, training, lineage = made_run()
+    assert "Labels outside the draft vocabulary" in (told := Page(rendered(*made_run())).text)
+    assert "3.7 %" in told
+    training["evals"][-1]["outside"] = 0.0
+    assert "Labels outside" not in Page(rendered(summary, bench, training, lineage)).text
+
+
 def test_training_and_lineage_may_be_absent_and_the_page_says_so() -> None:
     summary, bench, _, _ = made_run()
     text = Page(rendered(summary, bench, None, None)).text

@@ -21,7 +21,11 @@ class GradShare(Frozen):
 
 
 class TrainingStep(Frozen):
-    """One optimizer step. Loss terms are unweighted; ``loss`` is their weighted sum."""
+    """One optimizer step. Loss terms are unweighted; ``loss`` is their weighted sum.
+
+    ``ce`` is the mean over labels that the draft vocabulary holds, ``outside`` the share of the
+    others, whose cross entropy ``loss`` counts as zero: loss = c * ce * (1 - outside) + ...
+    """
 
     step: NonNegativeInt
     seconds: NonNegativeFloat
@@ -33,6 +37,7 @@ class TrainingStep(Frozen):
     grad_norm: NonNegativeFloat
     tokens: NonNegativeInt
     grad_share: GradShare | None = None
+    outside: Probability | None = None
 
 
 class Evaluation(Frozen):
@@ -51,6 +56,7 @@ class Evaluation(Frozen):
     confidence_bias: float
     confidence_abs_error: NonNegativeFloat
     grad_share: GradShare | None = None
+    outside: Probability | None = None
 
     @model_validator(mode="after")
     def _same_slots(self) -> Evaluation:
