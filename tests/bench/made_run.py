@@ -166,6 +166,7 @@ def made_training() -> dict[str, Any]:
                 "tau_full": tau + 0.08,
                 "by_category": {"maths": tau + 0.4, "code": 1 + (tau - 1) * 0.5},
                 "confidence_bias": -0.021,
+                "outside": 0.0371,
                 "confidence_abs_error": 0.113,
                 "grad_share": {"ce": 0.14, "l1": 0.61 + 0.1 * learned, "confidence": 0.25},
             }

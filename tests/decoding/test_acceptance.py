@@ -31,17 +31,11 @@ def test_three_counts_stay_apart() -> None:
     assert counter.acceptance_length == 1 + 5 / 4
 
 
-def test_slot_rates_by_hand() -> None:
+def test_slots_by_hand() -> None:
     counter = counted(STEPS)
-    assert counter.unconditional_rates == [3 / 4, 1 / 4, 1 / 4]
-    # Slot 1 was reached twice (the third step did not admit it) and accepted once.
-    assert counter.conditional_rates == [3 / 3, 1 / 2, 1 / 1]
-    assert sum(rate or 0 for rate in counter.unconditional_rates) == 5 / 4
-
-
-def test_slots_never_reached_have_no_rate() -> None:
-    assert AcceptanceCounter(2).unconditional_rates == [None, None]
-    assert counted([StepCount(2, 2, 0)], 2).conditional_rates == [0.0, None]
+    assert counter.admitted_at == [3, 2, 1]
+    assert counter.accepted_at == [3, 1, 1]
+    assert sum(counter.accepted_at) == counter.accepted
 
 
 def test_length_without_steps_is_refused_and_is_one_without_acceptance() -> None:

@@ -91,7 +91,11 @@ def test_nothing_leaks_behind_an_end_token_inside_an_accepted_run(target, drafte
         assert out.ids.count(2) == 1
         assert out.ids[-1] == 2
         assert len(out.kinds) == len(out.ids)
-        inside += out.kinds[-1] == "accepted"
+        # What was accepted behind the end token is not counted; its step is.
+        assert out.counter.accepted == out.kinds.count("accepted")
+        cut = out.kinds[-1] == "accepted"
+        assert len(out.ids) == 1 + out.counter.accepted + out.counter.steps - cut
+        inside += cut
     assert inside > 0, "no end token was ever drafted: the case was not met"
 
 
@@ -102,7 +106,7 @@ def test_counters_and_kinds_tell_the_same_story(target, drafter, prompts):
         kinds = Counter(out.kinds)
         # Prefill gives one bonus; every step gives one token of its own unless the end cut it off.
         assert kinds["bonus"] + kinds["corrected"] in (out.counter.steps, out.counter.steps + 1)
-        assert kinds["accepted"] <= out.counter.accepted
+        assert kinds["accepted"] == out.counter.accepted == sum(out.counter.accepted_at)
         assert out.counter.accepted <= out.counter.admitted <= out.counter.drafted
 
 

@@ -84,7 +84,7 @@ def reference(
     accepted = (1 - l1 / 2).clamp(0, 1).detach()
     bce = F.binary_cross_entropy_with_logits(case.confidence, accepted, reduction="none")
     each = coefficients[0] * ce + coefficients[1] * l1 + coefficients[2] * bce
-    return (each * case.weight).sum() / denominator, RowStats(ce, l1, accepted)
+    return (each * case.weight).sum() / denominator, RowStats(ce, l1, accepted, rows.to(ce.dtype))
 
 
 def fused(
@@ -162,6 +162,7 @@ def test_labels_outside_the_support_add_no_cross_entropy_and_no_gradient() -> No
     assert 0 < int(lost.sum()) < len(lost)
     _, (grad_h, *_), stats = differentiate(fused, case, (1.0, 0.0, 0.0), 1.0)
     assert float(stats.ce[lost].abs().max()) == 0
+    assert torch.equal(stats.inside == 0, lost)
     assert float(grad_h[lost].abs().max()) == 0
     assert float(grad_h[~lost].abs().amin(-1).max()) > 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import BLOCK, tiny_draft, tiny_records, tiny_target
+from tiny_models import BLOCK, VOCAB, tiny_draft, tiny_records, tiny_target
 
 from dspark.training.anchors import Blocks, build_blocks, eligible
 from dspark.training.evaluate import Evaluator, block_tau
@@ -22,14 +22,16 @@ def test_tau_is_one_plus_the_sum_of_running_products() -> None:
     assert block_tau(accept, mask).tolist() == pytest.approx([2.0, 4.0, 1.0, 1.8])
 
 
-def run(numbers: list[int]) -> tuple[Blocks, StepOutput, list[str]]:
+def run(
+    numbers: list[int], support: torch.Tensor | None = None
+) -> tuple[Blocks, StepOutput, list[str]]:
     records = [RECORDS[i] for i in numbers]
     blocks = build_blocks(records, [eligible(r.loss_mask) for r in records], BLOCK)
     with torch.no_grad():
         out = training_step(
             tiny_draft(),
             blocks,
-            Vocabulary.of(TARGET.head_weight(), None, torch.float32),
+            Vocabulary.of(TARGET.head_weight(), support, torch.float32),
             coefficients=(0.1, 0.9, 1.0),
             decay=4.0,
             denominator=1.0,
@@ -90,3 +92,23 @@ def test_evaluation_weights_no_slot() -> None:
     assert slot_weights(BLOCK, 4.0)[-1] < 0.5
     blocks, out, _ = run([0])
     assert len(out.stats.l1) == int(blocks.slot_mask.sum())
+
+
+def test_cross_entropy_is_over_labels_the_draft_can_propose() -> None:
+    evaluator = Evaluator(BLOCK)
+    ce: list[float] = []
+    lost = 0
+    for numbers in ([0, 1], [2]):
+        blocks, out, categories = run(numbers, torch.arange(1, VOCAB, 2))
+        evaluator.add(blocks, out, categories)
+        labels = blocks.labels[blocks.slot_mask]
+        ce += out.stats.ce[labels % 2 == 1].tolist()
+        lost += int((labels % 2 == 0).sum())
+    got = evaluator.summary()
+    assert lost > 0
+    assert got["ce"] == pytest.approx(sum(ce) / len(ce), rel=1e-5)
+    assert got["outside"] == pytest.approx(lost / (lost + len(ce)), rel=1e-5)
+    blocks, out, categories = run([0])
+    whole = Evaluator(BLOCK)
+    whole.add(blocks, out, categories)
+    assert whole.summary()["outside"] == 0

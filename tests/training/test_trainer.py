@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny_models import (
     BLOCK,
+    VOCAB,
     one_thread,  # noqa: F401 (autouse)
     tiny_draft,
     tiny_records,
@@ -54,6 +55,20 @@ def test_training_lowers_the_loss_and_reports_what_the_report_reads(tmp_path: Pa
         assert len(evaluation["accept_rate"]) == BLOCK
         assert sum(evaluation["grad_share"].values()) == pytest.approx(1)
         assert min(evaluation["grad_share"].values()) > 0
+
+
+def test_a_draft_vocabulary_leaves_its_outside_out_of_the_cross_entropy(tmp_path: Path) -> None:
+    odd = torch.arange(1, VOCAB, 2)
+    trainer = Trainer(
+        tiny_draft(target=TARGET), TARGET.head_weight(), RECORDS, tiny_section(), tmp_path, odd
+    )
+    row = trainer.run()["steps"][0]
+    assert 0.2 < row["outside"] < 0.8
+    assert row["ce"] > 1.0
+    inside = 1 - row["outside"]
+    assert row["loss"] == pytest.approx(
+        0.1 * row["ce"] * inside + 0.9 * row["l1"] + row["confidence"], rel=1e-6
+    )
 
 
 def one_step(

@@ -188,11 +188,10 @@ class LocalBench:
         out.tokens += len(draft.ids)
         out.identical += plain.ids == draft.ids
         out.per_prompt.append((counter.accepted, counter.steps))
-        length = 1 + counter.accepted / counter.steps if counter.steps else 1.0
         out.prompts.append(
             PromptResult(
                 id=prompt.id,
-                acceptance_length=length,
+                acceptance_length=counter.acceptance_length if counter.steps else None,
                 steps=counter.steps,
                 tokens=len(draft.ids),
             )
@@ -215,25 +214,31 @@ class LocalBench:
         return Sample(prompt=prompt.text, pieces=tuple(pieces))
 
     def _arm(self, m: _Measured) -> BenchArm:
-        steps = max(m.counter.steps, 1)
+        steps = m.counter.steps
         return BenchArm(
             category=m.category,
             group=m.group,
             temperature=m.temperature,
             prompt_count=len(m.prompts),
-            acceptance_length=m.counter.acceptance_length,
-            ci95=bootstrap_interval(m.per_prompt, seed=self.section.seed),
-            per_slot_acceptance=tuple(a / steps for a in m.counter.accepted_at),
+            acceptance_length=m.counter.acceptance_length if steps else None,
+            ci95=self._interval(m.per_prompt),
+            per_slot_acceptance=tuple(a / max(steps, 1) for a in m.counter.accepted_at),
             drafted=m.counter.drafted,
             admitted=m.counter.admitted,
             accepted=m.counter.accepted,
-            steps=m.counter.steps,
+            steps=steps,
             tokens=m.tokens,
             prompts=tuple(m.prompts),
             tokens_per_second=_speed(m.repeats),
             identical=(m.identical, len(m.prompts)) if m.temperature == 0 else None,
             sample=m.sample,
         )
+
+    def _interval(self, pairs: list[tuple[int, int]]) -> tuple[float, float] | None:
+        """95 % over prompts; None for fewer than two with steps, which say nothing of others."""
+        if sum(steps > 0 for _, steps in pairs) < 2:
+            return None
+        return bootstrap_interval(pairs, seed=self.section.seed)
 
     def _rows(self, measured: list[_Measured]) -> list[SummaryResult]:
         """Categories of a group pooled: counters, prompts and timings add up."""
@@ -254,8 +259,8 @@ class LocalBench:
                 SummaryResult(
                     prompts=group,
                     temperature=temperature,
-                    acceptance_length=1 + accepted / steps,
-                    ci95=bootstrap_interval(pairs, seed=self.section.seed),
+                    acceptance_length=1 + accepted / steps if steps else None,
+                    ci95=self._interval(pairs),
                     tokens_per_second=Speed(plain=speed.plain, draft=speed.draft),
                     speedup=speed.draft / speed.plain,
                     identical_to_plain=(sum(m.identical for m in own), prompts)

@@ -3,77 +3,24 @@
 The report must open anywhere, for years, without a script or a network, in light and in dark, on a
 telephone and on a wide screen. So each panel is its own small SVG, drawn at the width of one page
 column: the page lays panels side by side or below one another and letters keep their size.
-matplotlib draws; :func:`_inline` then turns its output into something a page can own: colours
-become CSS variables (dark mode), ids get a prefix (many SVGs share one document), namespaces,
-metadata and the global style sheet go, and a title and a description for those who cannot see it
-come in.
+:mod:`dspark.bench.svg` turns a drawing into something a page can own.
 
 Curves differ by line style and marker as well as by colour.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
-from xml.etree import ElementTree
 
-from dspark.bench.results import Bench, BenchArm, Evaluation, GradShare, Training
-from dspark.errors import MissingDependencyError
+from dspark.bench.curves import Evaluation, GradShare, Training
+from dspark.bench.results import Bench, BenchArm
+from dspark.bench.svg import INK, SERIES, Plot, panel
 
-# Drawn colour -> CSS variable of the page. The drawn colours are also the light theme's.
-_THEME = {
-    "#1d2127": "var(--ink)",
-    "#59626d": "var(--muted)",
-    "#dde1e6": "var(--line)",
-    "#0b6bb0": "var(--c1)",
-    "#b65a00": "var(--c2)",
-    "#00795a": "var(--c3)",
-    "#9b3d82": "var(--c4)",
-}
-_INK, _MUTED, _LINE, *_SERIES = _THEME
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
 _MARKERS = ("o", "s", "^", "D")
-_WIDTH_INCHES = 3.7
 _MOST_POINTS = 400
-_STYLE: dict[str, Any] = {
-    "svg.fonttype": "none",
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "text.parse_math": False,
-    "font.size": 8.5,
-    "text.color": _INK,
-    "axes.labelcolor": _MUTED,
-    "axes.edgecolor": _LINE,
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": _LINE,
-    "grid.linewidth": 0.6,
-    "xtick.color": _LINE,
-    "ytick.color": _LINE,
-    "xtick.labelcolor": _MUTED,
-    "ytick.labelcolor": _MUTED,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "legend.labelcolor": _INK,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 4,
-}
-
-
-@dataclass(frozen=True)
-class Plot:
-    """One panel: ``svg`` is safe to put on a page as it is; ``text`` says what it shows."""
-
-    title: str
-    text: str
-    svg: str
 
 
 def loss_plots(training: Training) -> list[Plot]:
@@ -96,12 +43,12 @@ def loss_plots(training: Training) -> list[Plot]:
             held_out: list[float] = held_out,
             at: list[int] = at,
             unit: str = unit,
-            colour: str = _SERIES[index],
+            colour: str = SERIES[index],
         ) -> None:
             axes.plot(*_bucketed(steps, values), color=colour, lw=0.7, alpha=0.35)
             axes.plot(*_bucketed(steps, _running_mean(values)), color=colour, label="training")
             if held_out:
-                axes.plot(at, held_out, "o", mfc="none", mec=_INK, label="held out")
+                axes.plot(at, held_out, "o", mfc="none", mec=INK, label="held out")
             axes.set(xlabel="optimizer step", ylabel=unit)
             axes.set_ylim(bottom=0)
             axes.legend(loc="upper right")
@@ -111,7 +58,7 @@ def loss_plots(training: Training) -> list[Plot]:
         )
         if held_out:
             text += f" Held out: {held_out[0]:.3f} at first, {held_out[-1]:.3f} at last."
-        plots.append(_plot(f"loss-{key}", title, text, draw))
+        plots.append(panel(f"loss-{key}", title, text, draw))
     return plots
 
 
@@ -133,7 +80,7 @@ def acceptance_plots(evals: Sequence[Evaluation]) -> list[Plot]:
         f"Full blocks: {evals[0].tau_full:.2f} at step {steps[0]}, {last.tau_full:.2f} at step "
         f"{last.step}; all blocks at last: {last.tau_all:.2f}."
     )
-    plots = [_plot("tau", "Acceptance length, estimated", text, draw)]
+    plots = [panel("tau", "Acceptance length, estimated", text, draw)]
     categories = sorted({c for e in evals for c in e.by_category})
 
     def draw_categories(axes: Any) -> None:
@@ -146,7 +93,7 @@ def acceptance_plots(evals: Sequence[Evaluation]) -> list[Plot]:
     if categories:
         ends = ", ".join(f"{c} {last.by_category[c]:.2f}" for c in sorted(last.by_category))
         text = f"At step {last.step}: {ends}." if ends else "Not measured at the last evaluation."
-        plots.append(_plot("tau-category", "The same, by category", text, draw_categories))
+        plots.append(panel("tau-category", "The same, by category", text, draw_categories))
     return plots
 
 
@@ -156,13 +103,13 @@ def gradient_plots(training: Training) -> list[Plot]:
     norms = [s.grad_norm for s in training.steps]
 
     def draw(axes: Any) -> None:
-        axes.plot(*_bucketed(steps, norms), color=_SERIES[0], lw=0.7, alpha=0.35)
-        axes.plot(*_bucketed(steps, _running_mean(norms)), color=_SERIES[0])
+        axes.plot(*_bucketed(steps, norms), color=SERIES[0], lw=0.7, alpha=0.35)
+        axes.plot(*_bucketed(steps, _running_mean(norms)), color=SERIES[0])
         axes.set(xlabel="optimizer step", ylabel="gradient norm before clipping")
         axes.set_ylim(bottom=0)
 
     text = f"{norms[0]:.2f} at step {steps[0]}, {norms[-1]:.2f} at step {steps[-1]}."
-    plots = [_plot("grad-norm", "Gradient norm", text, draw)]
+    plots = [panel("grad-norm", "Gradient norm", text, draw)]
     shares: dict[int, GradShare] = {e.step: e.grad_share for e in training.evals if e.grad_share}
     shares |= {s.step: s.grad_share for s in training.steps if s.grad_share}
     if not shares:
@@ -178,7 +125,7 @@ def gradient_plots(training: Training) -> list[Plot]:
 
     ends = ", ".join(f"{name} {100 * getattr(shares[at[-1]], key):.0f} %" for key, name in terms)
     text = f"At step {at[-1]}: {ends}."
-    return [*plots, _plot("grad-share", "Gradient share of the loss terms", text, draw_shares)]
+    return [*plots, panel("grad-share", "Gradient share of the loss terms", text, draw_shares)]
 
 
 def slot_plots(real: Mapping[float, Sequence[float]], last: Evaluation | None) -> list[Plot]:
@@ -206,7 +153,7 @@ def slot_plots(real: Mapping[float, Sequence[float]], last: Evaluation | None) -
                     [100 * v for v in estimate],
                     width=0.38,
                     color="none",
-                    edgecolor=_SERIES[1],
+                    edgecolor=SERIES[1],
                     hatch="////",
                     linewidth=1,
                     label="training's estimate",
@@ -215,7 +162,7 @@ def slot_plots(real: Mapping[float, Sequence[float]], last: Evaluation | None) -
                 [p + shift for p in positions],
                 [100 * v for v in slots],
                 width=0.38,
-                color=_SERIES[0],
+                color=SERIES[0],
                 label="real decoding",
             )
             axes.set(xlabel="slot in the block", ylabel="% of steps accepted", ylim=(0, 112))
@@ -227,7 +174,7 @@ def slot_plots(real: Mapping[float, Sequence[float]], last: Evaluation | None) -
         text = "Real decoding: " + ", ".join(f"{100 * v:.0f} %" for v in slots) + "."
         if estimate:
             text += " Training's estimate: " + ", ".join(f"{100 * v:.0f} %" for v in estimate) + "."
-        plots.append(_plot(f"slots-{temperature:g}", f"Slots at T = {temperature:g}", text, draw))
+        plots.append(panel(f"slots-{temperature:g}", f"Slots at T = {temperature:g}", text, draw))
     return plots
 
 
@@ -244,16 +191,18 @@ def prompt_plots(bench: Bench) -> list[Plot]:
     by_category: dict[str, list[BenchArm]] = {}
     for arm in bench.arms:
         by_category.setdefault(arm.category, []).append(arm)
-    highest = max((p.acceptance_length for a in bench.arms for p in a.prompts), default=1.0)
+    highest = max((v for a in bench.arms for v in _lengths(a)), default=1.0)
     plots = []
     for category, arms in by_category.items():
 
         def draw(axes: Any, arms: list[BenchArm] = arms) -> None:
             for index, arm in enumerate(arms):
-                colour = _SERIES[index % len(_SERIES)]
-                values = sorted(p.acceptance_length for p in arm.prompts)
-                axes.axvspan(*arm.ci95, color=colour, alpha=0.16, lw=0)
-                axes.axvline(arm.acceptance_length, color=colour, ls=_DASHES[index % 4], lw=1.2)
+                colour = SERIES[index % len(SERIES)]
+                values = sorted(_lengths(arm))
+                if arm.ci95 is not None:
+                    axes.axvspan(*arm.ci95, color=colour, alpha=0.16, lw=0)
+                if arm.acceptance_length is not None:
+                    axes.axvline(arm.acceptance_length, color=colour, ls=_DASHES[index % 4], lw=1.2)
                 axes.plot(
                     values,
                     range(1, len(values) + 1),
@@ -267,19 +216,27 @@ def prompt_plots(bench: Bench) -> list[Plot]:
             axes.set_yticks([])
             axes.legend(loc="lower right")
 
-        text = " ".join(
-            f"T\u00a0=\u00a0{a.temperature:g}: {a.acceptance_length:.2f} "
-            f"[{a.ci95[0]:.2f}, {a.ci95[1]:.2f}] over {a.prompt_count} prompts."
-            for a in arms
-        )
-        plots.append(_plot(f"prompts-{category}", f"Prompts: {category}", text, draw))
+        text = " ".join(f"T\u00a0=\u00a0{a.temperature:g}: {_told(a)}." for a in arms)
+        plots.append(panel(f"prompts-{category}", f"Prompts: {category}", text, draw))
     return plots
+
+
+def _lengths(arm: BenchArm) -> list[float]:
+    return [p.acceptance_length for p in arm.prompts if p.acceptance_length is not None]
+
+
+def _told(arm: BenchArm) -> str:
+    over = f"over {arm.prompt_count} prompt{'' if arm.prompt_count == 1 else 's'}"
+    if arm.acceptance_length is None:
+        return f"no verify step {over}"
+    interval = "" if arm.ci95 is None else f" [{arm.ci95[0]:.2f}, {arm.ci95[1]:.2f}]"
+    return f"{arm.acceptance_length:.2f}{interval} {over}"
 
 
 def _line(axes: Any, index: int, x: Sequence[int], y: Sequence[float], name: str) -> None:
     style = {"ls": _DASHES[index % 4], "marker": _MARKERS[index % 4]}
     every = max(1, len(x) // 10)
-    axes.plot(x, y, color=_SERIES[index % 4], label=name, markevery=every, **style)
+    axes.plot(x, y, color=SERIES[index % 4], label=name, markevery=every, **style)
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:
@@ -295,55 +252,3 @@ def _bucketed(x: Sequence[int], y: Sequence[float]) -> tuple[list[float], list[f
     size = -(-len(x) // _MOST_POINTS)
     parts = [(x[i : i + size], y[i : i + size]) for i in range(0, len(x), size)]
     return [sum(a) / len(a) for a, _ in parts], [sum(b) / len(b) for _, b in parts]
-
-
-def _plot(name: str, title: str, text: str, draw: Callable[[Any], None]) -> Plot:
-    try:
-        from matplotlib import style
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError(
-            expected="matplotlib, which draws the report's plots",
-            found=f"it cannot be imported ({error})",
-            where="dspark.bench.plots",
-            fix="Run: pip install 'dspark[report]'",
-        ) from error
-    # "default" first: a matplotlibrc of the user's must not change the page.
-    with style.context(["default", {**_STYLE, "svg.hashsalt": name}]):
-        figure = Figure(figsize=(_WIDTH_INCHES, 2.5), layout="constrained")
-        draw(figure.add_subplot())
-        buffer = io.StringIO()
-        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
-    return Plot(title, text, _inline(buffer.getvalue(), name, title, text))
-
-
-def _inline(document: str, name: str, title: str, text: str) -> str:
-    """matplotlib's document as one element of an HTML page that holds many such."""
-    root = ElementTree.fromstring(document)
-    prefix = re.sub(r"[^a-z0-9-]", "-", name) + "-"
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag.endswith(("}metadata", "}style")):
-                parent.remove(child)
-    for element in root.iter():
-        element.tag = element.tag.rpartition("}")[2]
-        attributes = {k.rpartition("}")[2]: v for k, v in element.attrib.items()}
-        element.attrib.clear()
-        for key, value in attributes.items():
-            if key == "id":
-                value = prefix + value
-            elif key == "href":
-                value = "#" + prefix + value.lstrip("#")
-            value = value.replace("url(#", "url(#" + prefix)
-            for colour, variable in _THEME.items():
-                value = value.replace(colour, variable)
-            element.set(key, value)
-    for key in ("width", "height", "version"):
-        root.attrib.pop(key, None)
-    root.attrib |= {"role": "img", "aria-labelledby": f"{prefix}title {prefix}text"}
-    for tag, content in (("desc", text), ("title", title)):
-        element = ElementTree.Element(tag, {"id": f"{prefix}{'text' if tag == 'desc' else tag}"})
-        element.text = content
-        root.insert(0, element)
-    return ElementTree.tostring(root, encoding="unicode")

@@ -23,6 +23,7 @@ from markupsafe import Markup
 
 from dspark.artifacts import atomic_write
 from dspark.bench import plots
+from dspark.bench.curves import Training
 from dspark.bench.results import (
     Bench,
     BenchArm,
@@ -31,9 +32,9 @@ from dspark.bench.results import (
     Schema,
     Summary,
     SummaryResult,
-    Training,
     read_results,
 )
+from dspark.bench.svg import Plot
 from dspark.errors import ArtifactError, MissingArtifactError
 
 REPORT_NAME = "report.html"
@@ -123,8 +124,13 @@ def find_contradictions(summary: Summary, bench: Bench, lineage: Lineage | None)
         arms = [
             a for a in bench.arms if a.group == row.prompts and a.temperature == row.temperature
         ]
-        if arms:
-            pooled = 1 + sum(a.accepted for a in arms) / sum(a.steps for a in arms)
+        if row.acceptance_length is None:
+            notices.append(
+                f"No verify step was taken on {name}: every answer ended with its first token."
+            )
+        steps = sum(a.steps for a in arms)
+        if steps and row.acceptance_length is not None:
+            pooled = 1 + sum(a.accepted for a in arms) / steps
             if abs(pooled - row.acceptance_length) > 0.02:
                 notices.append(
                     f"The acceptance length on {name} is given as {row.acceptance_length:.2f}, but "
@@ -183,7 +189,7 @@ def _pooled_slots(bench: Bench) -> dict[float, list[float]]:
     pooled = {}
     for temperature in {a.temperature for a in chosen}:
         arms = [a for a in chosen if a.temperature == temperature]
-        total = sum(a.steps for a in arms)
+        total = max(sum(a.steps for a in arms), 1)
         columns = zip(*(a.per_slot_acceptance for a in arms), strict=True)
         pooled[float(temperature)] = [
             sum(v * a.steps for v, a in zip(column, arms, strict=True)) / total
@@ -246,12 +252,14 @@ def _visible(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
-def _number(value: float, digits: int = 2) -> Markup:
-    """Rounded for the eye, exact for a program that reads the page."""
+def _number(value: float | None, digits: int = 2) -> Markup:
+    """Rounded for the eye, exact for a program that reads the page; a dash where there is none."""
+    if value is None:
+        return Markup("–")
     return Markup('<data value="{}">{}</data>').format(value, f"{value:.{digits}f}")
 
 
-def _inline_svg(plot: plots.Plot) -> Markup:
+def _inline_svg(plot: Plot) -> Markup:
     return Markup(plot.svg)
 
 

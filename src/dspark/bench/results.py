@@ -11,10 +11,12 @@ Four files:
 - ``summary.json`` (:class:`Summary`): the headline, one row per prompt group and temperature;
 - ``bench.json`` (:class:`Bench`): one arm per category and temperature, with counters, per-slot
   acceptance, every prompt and every repeat of the speed measurement;
-- ``training.json`` (:class:`Training`): the curves;
+- ``training.json`` (:class:`dspark.bench.curves.Training`): the curves;
 - ``lineage.json`` (:class:`Lineage`): which artifact was made from which.
 
-Definitions follow docs/contract.md: acceptance length is ``1 + accepted / steps``; per-slot
+Definitions follow docs/contract.md: acceptance length is ``1 + accepted / steps``, null where no
+step was taken because every answer ended with its first token; its interval is over prompts, null
+for fewer than two with steps; per-slot
 acceptance is UNCONDITIONAL (accepted at slot k / all steps), therefore never rising along the
 block; training's ``accept_rate`` is the mean overlap of slot k given a right prefix, therefore
 conditional.
@@ -83,8 +85,8 @@ class SummaryResult(Frozen):
 
     prompts: PromptGroup
     temperature: SamplingTemperature
-    acceptance_length: AcceptanceLength
-    ci95: Interval
+    acceptance_length: AcceptanceLength | None
+    ci95: Interval | None
     tokens_per_second: Speed
     speedup: PositiveFloat
     identical_to_plain: PartOf | None
@@ -131,7 +133,7 @@ class PromptResult(Frozen):
     """One prompt decoded with the draft."""
 
     id: str
-    acceptance_length: AcceptanceLength
+    acceptance_length: AcceptanceLength | None
     steps: NonNegativeInt
     tokens: NonNegativeInt
 
@@ -158,19 +160,22 @@ class Sample(Frozen):
 
 
 class BenchArm(Frozen):
-    """One (category, temperature). Counters are totals over its prompts."""
+    """One (category, temperature). Counters are totals over its prompts.
+
+    ``per_slot_acceptance`` is zero in every slot where ``steps`` is 0.
+    """
 
     category: Category
     group: PromptGroup | None = None
     temperature: SamplingTemperature
     prompt_count: PositiveInt
-    acceptance_length: AcceptanceLength
-    ci95: Interval
+    acceptance_length: AcceptanceLength | None
+    ci95: Interval | None
     per_slot_acceptance: tuple[Probability, ...] = Field(min_length=1)
     drafted: NonNegativeInt
     admitted: NonNegativeInt
     accepted: NonNegativeInt
-    steps: PositiveInt
+    steps: NonNegativeInt
     tokens: PositiveInt
     prompts: tuple[PromptResult, ...]
     tokens_per_second: ArmSpeed | None = None
@@ -188,12 +193,7 @@ class BenchArm(Frozen):
                 "counters need accepted <= admitted <= drafted, found "
                 f"{self.accepted}, {self.admitted}, {self.drafted}"
             )
-        implied = 1 + self.accepted / self.steps
-        if not math.isclose(self.acceptance_length, implied, abs_tol=0.01):
-            raise ValueError(
-                f"acceptance_length {self.acceptance_length} is not 1 + accepted/steps = "
-                f"{implied:.4f}"
-            )
+        self._length_follows()
         slots = self.per_slot_acceptance
         if any(b > a + 1e-9 for a, b in itertools.pairwise(slots)):
             raise ValueError(
@@ -202,6 +202,20 @@ class BenchArm(Frozen):
         if self.temperature > 0 and self.identical is not None:
             raise ValueError("identical is meaningful at temperature 0 only: write null")
         return self
+
+    def _length_follows(self) -> None:
+        if (self.acceptance_length is None) != (self.steps == 0):
+            raise ValueError(
+                "acceptance_length is null exactly when steps is 0, found "
+                f"{self.acceptance_length} and {self.steps}"
+            )
+        if self.acceptance_length is not None:
+            implied = 1 + self.accepted / self.steps
+            if not math.isclose(self.acceptance_length, implied, abs_tol=0.01):
+                raise ValueError(
+                    f"acceptance_length {self.acceptance_length} is not 1 + accepted/steps = "
+                    f"{implied:.4f}"
+                )
 
 
 class Bench(Frozen):
@@ -223,73 +237,6 @@ class Bench(Frozen):
     def block_size(self) -> int:
         """Slots drafted per step."""
         return len(self.arms[0].per_slot_acceptance)
-
-
-class GradShare(Frozen):
-    """Share of the gradient norm that each weighted loss term brings."""
-
-    ce: Probability
-    l1: Probability
-    confidence: Probability
-
-
-class TrainingStep(Frozen):
-    """One optimizer step. Loss terms are unweighted; ``loss`` is their weighted sum."""
-
-    step: NonNegativeInt
-    seconds: NonNegativeFloat
-    ce: NonNegativeFloat
-    l1: Annotated[float, Field(ge=0, le=2.0001)]
-    confidence: NonNegativeFloat
-    loss: NonNegativeFloat
-    learning_rate: NonNegativeFloat
-    grad_norm: NonNegativeFloat
-    tokens: NonNegativeInt
-    grad_share: GradShare | None = None
-
-
-class Evaluation(Frozen):
-    """Teacher-forced measurement on held-out answers after ``step`` optimizer steps."""
-
-    step: NonNegativeInt
-    seconds: NonNegativeFloat
-    ce: NonNegativeFloat
-    l1: Annotated[float, Field(ge=0, le=2.0001)]
-    confidence: NonNegativeFloat
-    accept_rate: tuple[Probability, ...] = Field(min_length=1)
-    greedy_agreement: tuple[Probability, ...] = Field(min_length=1)
-    tau_all: AcceptanceLength
-    tau_full: AcceptanceLength
-    by_category: dict[Category, AcceptanceLength] = Field(default_factory=dict)
-    confidence_bias: float
-    confidence_abs_error: NonNegativeFloat
-    grad_share: GradShare | None = None
-
-    @model_validator(mode="after")
-    def _same_slots(self) -> Evaluation:
-        if len(self.accept_rate) != len(self.greedy_agreement):
-            raise ValueError(
-                f"accept_rate has {len(self.accept_rate)} slots, greedy_agreement "
-                f"{len(self.greedy_agreement)}"
-            )
-        return self
-
-
-class Training(Frozen):
-    """``training.json``, in step order."""
-
-    steps: tuple[TrainingStep, ...] = Field(min_length=1)
-    evals: tuple[Evaluation, ...] = ()
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Training:
-        for name, numbers in (
-            ("steps", [s.step for s in self.steps]),
-            ("evals", [e.step for e in self.evals]),
-        ):
-            if any(b <= a for a, b in itertools.pairwise(numbers)):
-                raise ValueError(f"{name} must be in rising step order, each step once")
-        return self
 
 
 class LineageEntry(Frozen):

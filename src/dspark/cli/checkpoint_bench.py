@@ -8,21 +8,15 @@ from typing import Any
 from rich.table import Table
 
 from dspark.artifacts import atomic_json
-from dspark.checkpoint.draft import read_config
-from dspark.checkpoint.target import load_target
 from dspark.cli.console import Screen
+from dspark.cli.draft_target import load_target_of, target_section
 from dspark.cli.plan import print_draft_plan
-from dspark.cli.stages import bench_draft
+from dspark.cli.stages import bench_draft, length_text
 from dspark.config.load import apply_override
-from dspark.config.recipe import BenchSection, FileSource, OrderTicketSource, TargetSection
+from dspark.config.recipe import BenchSection, FileSource, OrderTicketSource
 from dspark.data.jsonl import read_json_lines
 from dspark.data.sources import prompts_of
-from dspark.errors import CheckpointError, ConfigError
-
-
-class _Shown:
-    def __init__(self) -> None:
-        self.screen = Screen()
+from dspark.errors import ConfigError
 
 
 def bench_checkpoint(
@@ -30,32 +24,35 @@ def bench_checkpoint(
     prompts: Path | None,
     out: Path | None,
     overrides: list[str],
+    other_target: str | None = None,
     *,
     plan: bool = False,
 ) -> None:
     """Decode ``prompts`` (or eight order tickets) with and without the draft; print a table.
 
-    ``overrides`` are keys of the recipe's bench section: ``bench.max_new_tokens=64``. ``plan`` only
-    prints how many decodings and how much memory that takes.
+    ``overrides`` are keys of the recipe's bench section: ``bench.max_new_tokens=64``. The target is
+    the one the draft's provenance names, or ``other_target``. ``plan`` only prints how many
+    decodings and how much memory that takes.
 
     Raises:
-        CheckpointError: the checkpoint does not name its target.
+        CheckpointError, TargetError: see :func:`dspark.cli.draft_target.load_target_of`.
         ConfigError: an override of anything but the bench section.
     """
     section = _section(overrides)
     source = _source(prompts)
-    shown = _Shown()
+    screen = Screen()
     if plan:
-        print_draft_plan(folder, _target_of(folder), section, source.held_out, shown.screen)
+        wanted = target_section(folder, other_target)
+        print_draft_plan(folder, wanted, section, source.held_out, screen)
         return
-    target = load_target(_target_of(folder))
+    target = load_target_of(folder, other_target, screen)
     arms, rows = bench_draft(
-        shown, target, folder, list(prompts_of(source)), section, (source.category,)
+        screen, target, folder, list(prompts_of(source)), section, (source.category,)
     )
-    shown.screen.console.print(_table(folder, rows))
+    screen.console.print(_table(folder, rows))
     if out is not None:
         atomic_json(out, {"results": rows, "arms": arms})
-        shown.screen.stage("figures", str(out))
+        screen.stage("figures", str(out))
 
 
 def _source(prompts: Path | None) -> FileSource | OrderTicketSource:
@@ -83,35 +80,17 @@ def _section(overrides: list[str]) -> BenchSection:
         ) from error
 
 
-def _target_of(folder: Path) -> TargetSection:
-    """The target a draft's provenance names, as it was when the draft was made."""
-    _, provenance = read_config(folder)
-    if "target" not in provenance:
-        raise CheckpointError(
-            expected="a provenance that names the target",
-            found="none",
-            where=str(folder / "config.json"),
-            fix="Run `dspark bench` with the recipe that made the draft.",
-        )
-    return TargetSection(
-        source=provenance["target"],
-        dtype=provenance.get("target_dtype", "float32"),
-        max_context=provenance.get("target_max_context", 2048),
-    )
-
-
 def _table(folder: Path, rows: list[dict[str, Any]]) -> Table:
     table = Table(title=str(folder), title_justify="left")
     columns = ("T", "acceptance", "95 %", "plain tok/s", "draft tok/s", "speed-up", "identical")
     for name in columns:
         table.add_column(name, justify="right")
     for row in rows:
-        low, high = row["ci95"]
         same = row["identical_to_plain"]
         table.add_row(
             str(row["temperature"]),
-            f"{row['acceptance_length']:.2f}",
-            f"{low:.2f} to {high:.2f}",
+            length_text(row["acceptance_length"]),
+            "-" if row["ci95"] is None else "{:.2f} to {:.2f}".format(*row["ci95"]),
             f"{row['tokens_per_second']['plain']:.1f}",
             f"{row['tokens_per_second']['draft']:.1f}",
             f"{row['speedup']:.2f}x",

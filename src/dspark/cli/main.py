@@ -67,6 +67,10 @@ def _stages(
 
         print_plan(context, only)
         return
+    if only is None:
+        from dspark.bench.svg import require_plotting
+
+        require_plotting()  # the report comes last, hours later
     try:
         from dspark.cli.pipeline import run_stages
 
@@ -119,14 +123,21 @@ def bench(
         typer.Option(help="JSON Lines of prompts (messages, turns or prompt) for a draft folder."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write the figures as JSON.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Another target than a draft folder names: a path, package:NAME or hub id.",
+        ),
+    ] = None,
 ) -> None:
     """Measure acceptance, identity and speed against the plain arm of the same engine."""
     if source.is_dir():
         from dspark.cli.checkpoint_bench import bench_checkpoint
 
-        bench_checkpoint(source, prompts, out, overrides or [], plan=plan)
+        bench_checkpoint(source, prompts, out, overrides or [], target, plan=plan)
         return
-    for name, value in (("--prompts", prompts), ("--out", out)):
+    for name, value in (("--prompts", prompts), ("--out", out), ("--target", target)):
         if value is not None:
             _refuse_option(name, "a draft folder", source)
     _stages(source, overrides, plan, "bench")

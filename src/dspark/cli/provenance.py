@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from dspark import __version__
 from dspark.artifacts import MANIFEST, sha256_file
-from dspark.data.chat import template_hash
+from dspark.checkpoint.identity import file_hashes
+from dspark.data.chat import template_hash, tokenizer_hash
 
 if TYPE_CHECKING:
+    from dspark.checkpoint.source import TargetFiles
     from dspark.checkpoint.target import LoadedTarget
     from dspark.cli.context import RunContext
     from dspark.training.stage import TrainedDraft
@@ -27,11 +29,10 @@ def draft_provenance(
     return {
         "tool": f"dspark {__version__}",
         "target": run.recipe.target.source,
-        "target_revision": run.recipe.target.revision or target.files.revision,
-        "target_weights_hash": run.file_hashes.weights,
+        "target_path": _absolute(target.files),
         "target_dtype": run.recipe.target.dtype,
         "target_max_context": run.recipe.target.max_context,
-        "template_hash": template_hash(target.tokenizer),
+        **target_identity(target),
         "norm_state": "post",
         "tapped_stream": "residual after each decoder layer",
         "states_dtype": run.recipe.capture.dtype,
@@ -41,6 +42,30 @@ def draft_provenance(
         "self_test": {"states": trained.agreement.states, "order": trained.agreement.order},
         "expected_acceptance": {"teacher_forced_tau": last["tau_all"]},
     }
+
+
+def target_identity(target: LoadedTarget) -> dict[str, str | None]:
+    """What a later command compares: the version and the content of the target that was loaded.
+
+    ``target_config_hash`` is null for a GGUF, whose weights' hash covers its configuration.
+    """
+    hashes = file_hashes(target.files)
+    return {
+        "target_revision": target.files.revision,
+        "target_weights_hash": hashes.weights,
+        "target_config_hash": hashes.config,
+        "tokenizer_hash": tokenizer_hash(target.tokenizer),
+        "template_hash": template_hash(target.tokenizer),
+    }
+
+
+def _absolute(files: TargetFiles) -> str | None:
+    """Where a target given by a path was, None for a package or a hub id.
+
+    The recipe's own path may be relative to a folder that a later command is not run from.
+    """
+    path = Path(files.source).expanduser()
+    return str(path.resolve()) if path.exists() else None
 
 
 def versions() -> dict[str, str]:

@@ -20,6 +20,7 @@ from dspark.bench.local import BenchPrompt, LocalBench, as_json
 from dspark.capture.embedded import capture
 from dspark.checkpoint.draft import load_draft, read_config, save_draft
 from dspark.checkpoint.target import LoadedTarget
+from dspark.cli.console import Screen
 from dspark.cli.context import RunContext, StageResult
 from dspark.cli.provenance import draft_provenance
 from dspark.config.architecture import DraftConfig
@@ -187,7 +188,7 @@ def run_bench(run: RunContext, folder: Path) -> StageResult:
     elif journal.found:
         run.screen.stage("bench", f"{journal.found} decodings of an interrupted bench taken up")
     arms, rows = bench_draft(
-        run,
+        run.screen,
         run.target,
         run.folder("draft"),
         prompts,
@@ -198,7 +199,7 @@ def run_bench(run: RunContext, folder: Path) -> StageResult:
     atomic_json(folder / "bench.json", {"arms": arms})
     atomic_json(folder / "results.json", rows)
     told = [
-        f"{row['prompts']} T={row['temperature']}: {row['acceptance_length']:.2f}, "
+        f"{row['prompts']} T={row['temperature']}: {length_text(row['acceptance_length'])}, "
         f"{row['speedup']:.2f}x"
         for row in rows
     ]
@@ -223,8 +224,13 @@ def left_out(prompts: list[Prompt], section: BenchSection) -> dict[str, int]:
     return {category: n for category, n in over.items() if n > 0}
 
 
+def length_text(length: float | None) -> str:
+    """An acceptance length for the screen; none where every answer ended with its first token."""
+    return "no steps" if length is None else f"{length:.2f}"
+
+
 def bench_draft(
-    run: Any,
+    screen: Screen,
     target: LoadedTarget,
     checkpoint: Path,
     prompts: list[Prompt],
@@ -232,7 +238,7 @@ def bench_draft(
     workload: tuple[str, ...],
     journal: Journal | None = None,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Measure ``checkpoint`` on ``prompts``: (arms, summary rows); ``run.screen`` shows it.
+    """Measure ``checkpoint`` on ``prompts``: (arms, summary rows).
 
     Decodings that ``journal`` holds are not made again.
     """
@@ -249,7 +255,7 @@ def bench_draft(
     }
     if over := left_out(prompts, section):
         named = ", ".join(f"{number} of {category}" for category, number in over.items())
-        run.screen.stage(
+        screen.stage(
             "bench",
             f"{named} left out: bench.prompts_per_category is {section.prompts_per_category}",
         )
@@ -259,7 +265,7 @@ def bench_draft(
         )
         for q in measured_prompts(prompts, section)
     ]
-    with run.screen.bar("prompts, both arms", None) as bar:
+    with screen.bar("prompts, both arms", None) as bar:
         bench = LocalBench(
             Decoder(model, None, ends),
             Decoder(model, drafter, ends, **modes),

@@ -13,7 +13,6 @@ Overrides go through the same reader, are applied before validation and must nam
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from typing import Any, NoReturn
 import yaml
 from pydantic import ValidationError
 
-from dspark.config.architecture import DraftConfig, Frozen, draft_class
+from dspark.config.architecture import DraftConfig, draft_class
 from dspark.config.faults import item_type, known_keys, nearest, refuse, show
 from dspark.config.recipe import Recipe
 from dspark.errors import ConfigError
@@ -153,18 +152,6 @@ def load_draft_config(path: str | Path) -> DraftConfig:
             where=f"{path}: {key}",
             fix="Export the draft again, or correct the field.",
         ) from error
-
-
-def recipe_hash(part: Frozen) -> str:
-    """sha256 (hex) of a recipe or one of its sections: equal values give equal hashes.
-
-    Key order, number spelling (``1`` or ``1.0`` in a float field) and defaults written out or left
-    out do not matter, since the validated model is what is hashed.
-    """
-    canonical = json.dumps(
-        part.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False
-    )
-    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 # --- overrides -----------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic_core import PydanticCustomError
 
 from dspark.config.architecture import (
     DraftConfig,
@@ -24,7 +25,19 @@ from dspark.config.layers import check_layer_order
 
 Category = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$")]
 PositiveFloat = Annotated[float, Field(gt=0)]
-Temperature = Annotated[float, Field(ge=0, le=5)]
+LEAST_TEMPERATURE = 0.01
+
+
+def _greedy_or_warm(value: float) -> float:
+    """Below it a draw is greedy in all but name: 0 was meant, or it is a slip."""
+    if 0 < value < LEAST_TEMPERATURE:
+        raise PydanticCustomError(
+            "temperature", f"Input should be 0 (greedy) or at least {LEAST_TEMPERATURE}"
+        )
+    return value
+
+
+Temperature = Annotated[float, Field(ge=0, le=5), AfterValidator(_greedy_or_warm)]
 
 
 class TargetSection(Frozen):

@@ -29,6 +29,12 @@ _SAMPLE = [
     {"role": "assistant", "content": "c"},
     {"role": "user", "content": "d"},
 ]
+# Cases, digits, runs of white space, accents in both spellings, other scripts, an emoji, code.
+_PROBE = (
+    "The 3rd O'Neill paid 1,234.50 EUR (20%) at 07:45.\n\n\tdef f(x):\n        return x**2 # ok\r\n"
+    "na\u00efve cafe\u0301 \u4f60\u597d \u041c\u0438\u0440 \u0645\u0631\u062d\u0628\u0627 "
+    "\U0001f600 {'a': [1, null]} https://example.org/?q=1 XMLHttpRequest  end "
+)
 _ANSWER = "answer7f3a"  # lower case and digits: no template strips or rewrites it
 
 
@@ -81,6 +87,22 @@ def template_hash(tokenizer: Tokenizer) -> str:
         TargetError: the tokenizer has no chat template.
     """
     return hashlib.sha256(_template_text(tokenizer).encode()).hexdigest()
+
+
+def tokenizer_hash(tokenizer: Tokenizer) -> str:
+    """sha256 (hex) of what ids mean and how text becomes ids, whatever file it was read from.
+
+    Covered are every token and its id, which ids are special, and the ids of one fixed text that
+    meets the usual rules of splitting and normalising. The chat template is apart.
+    """
+    added = tokenizer.added_tokens_decoder
+    what = {
+        "vocabulary": sorted(tokenizer.get_vocab().items()),
+        "special": sorted(int(i) for i, token in added.items() if token.special),
+        "named": {str(i): names for i, names in sorted(_named_ids(tokenizer).items())},
+        "probe": [int(i) for i in tokenizer.encode(_PROBE, add_special_tokens=False)],
+    }
+    return hashlib.sha256(json.dumps(what, separators=(",", ":")).encode()).hexdigest()
 
 
 def end_of_turn_ids(

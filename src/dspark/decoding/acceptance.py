@@ -1,14 +1,18 @@
 """Counting what speculation gained, and saying how sure we are.
 
 Three counts are kept apart, because published figures mix them: tokens DRAFTED by the block pass,
-ADMITTED to verification by the scheduler, and ACCEPTED by the rule. The acceptance length is
-1 + accepted / steps: tokens gained per target forward, at least 1 because each verify step emits
-one token itself. It is pooled over steps, not averaged over prompts: only the pooled ratio predicts
-speed.
+ADMITTED to verification by the scheduler, and ACCEPTED: drafted tokens that passed the rule and
+stayed in the answer. The acceptance length is 1 + accepted / steps: tokens gained per target
+forward, at least 1 because each verify step emits one token itself. It is pooled over steps, not
+averaged over prompts: only the pooled ratio predicts speed.
 
-Two rates per slot answer two questions. Unconditional: in what share of all steps did slot k's
-token stay; these sum to accepted / steps. Conditional: given that slot k was admitted and
-everything before it stayed, did it stay; this is what the confidence head predicts.
+An end token inside an accepted run ends the answer: what was accepted behind it is dropped and not
+counted, since nobody got it (engines that count before they trim report slightly more). The step
+counts whole in steps, drafted and admitted: its work was done. The bonus that it did not emit is
+still the 1 of the formula, one token an answer at most.
+
+The rate of slot k is its share of all steps: accepted at k / steps. These rates never rise along
+the block and sum to accepted / steps.
 
 Steps of one prompt are correlated, so intervals resample whole prompts, never single steps.
 """
@@ -27,6 +31,8 @@ from dspark.errors import DecodingError
 class StepCount:
     """One verify step of one request: ``accepted <= admitted <= drafted``, all >= 0.
 
+    ``accepted`` is what was kept: nothing behind an end token.
+
     Raises:
         DecodingError: counts out of this order.
     """
@@ -41,7 +47,7 @@ class StepCount:
                 expected="0 <= accepted <= admitted <= drafted",
                 found=f"accepted {self.accepted}, admitted {self.admitted}, drafted {self.drafted}",
                 where="step count",
-                fix="Count a step before its tokens are trimmed at an end token.",
+                fix="Count what was kept of a step: accepted tokens up to an end token.",
             )
 
 
@@ -49,8 +55,8 @@ class StepCount:
 class AcceptanceCounter:
     """Sums over verify steps of drafts with ``block_size`` slots; starts empty.
 
-    Per slot k (0-based): ``admitted_at[k]`` steps that admitted it, ``reached_at[k]`` steps that
-    admitted it and accepted everything before it, ``accepted_at[k]`` steps that accepted it.
+    Per slot k (0-based): ``admitted_at[k]`` steps that admitted it, ``accepted_at[k]`` steps that
+    accepted and kept it.
     """
 
     block_size: int
@@ -59,13 +65,12 @@ class AcceptanceCounter:
     admitted: int = 0
     accepted: int = 0
     admitted_at: list[int] = field(default_factory=list)
-    reached_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise _error("block_size >= 1", f"{self.block_size}", "Use the draft's block size.")
-        for name in ("admitted_at", "reached_at", "accepted_at"):
+        for name in ("admitted_at", "accepted_at"):
             counts = getattr(self, name) or [0] * self.block_size
             if len(counts) != self.block_size:
                 expected = f"{self.block_size} slots in {name}"
@@ -87,7 +92,6 @@ class AcceptanceCounter:
         self.accepted += step.accepted
         for slot in range(step.admitted):
             self.admitted_at[slot] += 1
-            self.reached_at[slot] += step.accepted >= slot
             self.accepted_at[slot] += step.accepted > slot
 
     def merge(self, other: AcceptanceCounter) -> None:
@@ -105,7 +109,6 @@ class AcceptanceCounter:
         self.accepted += other.accepted
         for mine, theirs in (
             (self.admitted_at, other.admitted_at),
-            (self.reached_at, other.reached_at),
             (self.accepted_at, other.accepted_at),
         ):
             mine[:] = [a + b for a, b in zip(mine, theirs, strict=True)]
@@ -120,16 +123,6 @@ class AcceptanceCounter:
         if self.steps == 0:
             raise _error("at least one verify step", "none", "Check `steps` before reporting.")
         return 1.0 + self.accepted / self.steps
-
-    @property
-    def unconditional_rates(self) -> list[float | None]:
-        """Per slot: accepted / all steps; None before the first step."""
-        return [_rate(count, self.steps) for count in self.accepted_at]
-
-    @property
-    def conditional_rates(self) -> list[float | None]:
-        """Per slot: accepted / admitted with all before accepted; None if never reached."""
-        return [_rate(a, r) for a, r in zip(self.accepted_at, self.reached_at, strict=True)]
 
 
 def bootstrap_interval(
@@ -181,10 +174,6 @@ def trim_at_end(tokens: Sequence[int], end_ids: Collection[int]) -> tuple[list[i
         if token in end_ids:
             return list(tokens[: index + 1]), True
     return list(tokens), False
-
-
-def _rate(count: int, total: int) -> float | None:
-    return count / total if total else None
 
 
 def _error(expected: str, found: str, fix: str) -> DecodingError:

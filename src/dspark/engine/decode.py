@@ -153,12 +153,14 @@ class _Request:
         final = self._forward([anchor, *draft.ids], anchor_at)
         accepted, following = self._verify(final, draft.ids, draft.probs)
         self._write_rows(anchor_at, accepted + 1)
-        assert self.out.counter is not None
-        self.out.counter.add(StepCount(admitted, admitted, accepted))
         last: TokenKind = "bonus" if accepted == admitted else "corrected"
         drafted: TokenKind = "accepted"
         kinds = [*repeat(drafted, accepted), last]
-        return self._emit([*draft.ids[:accepted], following], kinds)
+        kept = self._emit([*draft.ids[:accepted], following], kinds)
+        assert self.out.counter is not None
+        # What was accepted behind an end token is dropped, and not counted either.
+        self.out.counter.add(StepCount(admitted, admitted, min(accepted, len(kept))))
+        return kept
 
     def _plain(self, final: Tensor) -> list[int]:
         logits = self.target.logits(final[-1:])

@@ -37,6 +37,7 @@ class Evaluator:
         stats: RowStats = out.stats
         for name, value in (
             ("ce", stats.ce),
+            ("inside", stats.inside),
             ("l1", stats.l1),
             ("agree", stats.agree),
             ("acceptance", stats.acceptance),
@@ -65,7 +66,9 @@ class Evaluator:
         )
         bce = -(target * p.log() + (1 - target) * (1 - p).log()).mean()
         return {
-            "ce": float(rows["ce"].mean()),
+            # Over labels the draft can propose; 0.0 where there is none.
+            "ce": float(rows["ce"].sum() / rows["inside"].sum().clamp_min(1)),
+            "outside": 1 - float(rows["inside"].mean()),
             "l1": float(rows["l1"].mean()),
             "confidence": float(bce),
             "accept_rate": self._per_slot(rows["slot"], rows["acceptance"]),

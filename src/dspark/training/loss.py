@@ -30,11 +30,15 @@ def slot_weights(block_size: int, decay: float) -> Tensor:
 
 @dataclass(frozen=True)
 class RowStats:
-    """Per supervised row [R], fp32: cross entropy, L1 distance (0..2), greedy agreement (0/1)."""
+    """Per supervised row [R], fp32: cross entropy, L1 distance (0..2), greedy agreement (0/1), and
+    whether the label is inside the draft vocabulary (0/1): where it is not, ``ce`` is 0 and means
+    nothing.
+    """
 
     ce: Tensor
     l1: Tensor
     agree: Tensor
+    inside: Tensor
 
     @property
     def acceptance(self) -> Tensor:
@@ -146,7 +150,7 @@ def draft_loss(
         weight * l1_c,
         chunk,
     )
-    stats = RowStats(ce, l1, agree)
+    stats = RowStats(ce, l1, agree, (rows.labels >= 0).to(ce.dtype))
     bce = F.binary_cross_entropy_with_logits(
         rows.confidence.float(), stats.acceptance.float(), reduction="none"
     )

@@ -136,7 +136,7 @@ class Trainer:
         first = step * section.accumulate
         window = [self.plan.batch(first + i) for i in range(section.accumulate)]
         denominator = max(window_weight(window, section.loss.decay), 1e-8)
-        sums = {"ce": 0.0, "l1": 0.0, "confidence": 0.0}
+        sums = {"ce": 0.0, "l1": 0.0, "confidence": 0.0, "outside": 0.0}
         for blocks in window:
             out = self.forward(blocks, coefs, denominator)
             torch.stack(list(out.terms.values())).sum().backward()
@@ -158,12 +158,16 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         tokens = sum(int(b.slot_mask.sum()) for b in window)
+        # A label that the draft cannot propose has no cross entropy: the mean is over the others.
+        inside = 1 - sums["outside"]
+        sums["ce"] = sums["ce"] / inside if inside > 1e-6 else 0.0
         return {**sums, "loss": loss, "learning_rate": rate, "grad_norm": norm, "tokens": tokens}
 
     def _weighted(
         self, out: StepOutput, denominator: float, coefs: tuple[float, float, float]
     ) -> dict[str, float]:
-        """Unweighted loss terms of one micro-batch, in the window's normalisation."""
+        """Unweighted loss terms of one micro-batch, in the window's normalisation, and the weighted
+        share of labels outside the draft vocabulary, which the loss counts as no cross entropy."""
         decay = self.section.loss.decay
         per_slot = slot_weights(self.block_size, decay).to(out.slots.device)
         weight = per_slot[out.slots] / denominator
@@ -172,6 +176,7 @@ class Trainer:
             "ce": float((out.stats.ce * weight).sum()),
             "l1": float((out.stats.l1 * weight).sum()),
             "confidence": confidence,
+            "outside": float(((1 - out.stats.inside) * weight).sum()),
         }
 
     def _validation_batches(self) -> list[tuple[Blocks, list[str]]]:
