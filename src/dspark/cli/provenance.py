@@ -16,6 +16,7 @@ from dspark.data.chat import template_hash
 if TYPE_CHECKING:
     from dspark.checkpoint.target import LoadedTarget
     from dspark.cli.context import RunContext
+    from dspark.config.architecture import DraftConfig
     from dspark.training.stage import TrainedDraft
 
 
@@ -32,6 +33,7 @@ def draft_provenance(
         "target_dtype": run.recipe.target.dtype,
         "target_max_context": run.recipe.target.max_context,
         "template_hash": template_hash(target.tokenizer),
+        "trained": trained_conventions(trained.draft.config),
         "norm_state": "post",
         "tapped_stream": "residual after each decoder layer",
         "states_dtype": run.recipe.capture.dtype,
@@ -41,6 +43,13 @@ def draft_provenance(
         "self_test": {"states": trained.agreement.states, "order": trained.agreement.order},
         "expected_acceptance": {"teacher_forced_tau": last["tau_all"]},
     }
+
+
+def trained_conventions(config: DraftConfig) -> dict[str, Any]:
+    """Settings that no tensor shows: without them, a later edit of config.json goes unnoticed."""
+    written = config.to_json()
+    names = ("block_size", "mask_token_id", "target_layer_ids", "sample_from_anchor")
+    return {name: written[name] for name in names}
 
 
 def versions() -> dict[str, str]:
