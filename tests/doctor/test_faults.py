@@ -17,7 +17,8 @@ from rich.console import Console
 
 from dspark.checkpoint.target import LoadedTarget, load_target
 from dspark.cli.console import Screen
-from dspark.cli.doctor import Request, examine
+from dspark.cli.doctor import examine
+from dspark.cli.doctor_target import Request
 from dspark.config.recipe import TargetSection
 from dspark.doctor.findings import Examination
 from dspark.doctor.rules import ENGINES

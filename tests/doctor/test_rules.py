@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dspark.config.architecture import DraftConfig, RopeParameters
+from dspark.config.architecture import K3DraftConfig, Qwen3DraftConfig, RopeParameters
 from dspark.doctor.files import check_config, check_recorded, check_trained
 from dspark.doctor.rules import ENGINES, RULES, check_rules, layer_id_table
 
@@ -18,7 +18,7 @@ YARN = {
 
 def k3() -> dict[str, Any]:
     """Kimi-K3's draft, as published."""
-    return DraftConfig(
+    return K3DraftConfig(
         hidden_size=7168, intermediate_size=14336, num_hidden_layers=5, num_attention_heads=64,
         q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
         v_head_dim=128, vocab_size=163840, max_position_embeddings=131072,
@@ -28,18 +28,14 @@ def k3() -> dict[str, Any]:
 
 
 def qwen3() -> dict[str, Any]:
-    """A grouped-attention draft, as DeepSpec publishes it."""
-    return {
-        "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "hidden_size": 2560,
-        "intermediate_size": 9728, "num_hidden_layers": 5, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 40960, "markov_rank": 256, "markov_head_type": "vanilla",
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "block_size": 7,
-        "target_layer_ids": [1, 9, 17, 25, 33], "num_target_layers": 36,
-        "target_num_hidden_layers": 36, "mask_token_id": 151669, "sample_from_anchor": True,
-        "enable_confidence_head": True, "confidence_head_with_markov": True,
-        "tie_word_embeddings": False, "layer_types": ["full_attention"] * 5,
-    }  # fmt: skip
+    """The draft of Qwen3-4B, as published."""
+    return Qwen3DraftConfig(
+        hidden_size=2560, intermediate_size=9728, num_hidden_layers=5, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960,
+        rms_norm_eps=1e-6, rope_parameters=RopeParameters(rope_theta=1e6),
+        target_layer_ids=(1, 9, 17, 25, 33), target_num_hidden_layers=36, target_hidden_size=2560,
+        mask_token_id=151669,
+    ).to_json()  # fmt: skip
 
 
 def broken(raw: dict[str, Any], engines: tuple[str, ...] = ENGINES) -> set[str]:

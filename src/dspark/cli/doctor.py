@@ -1,70 +1,39 @@
 """``dspark doctor``: put a checkpoint, and its target when given, before the doctor.
 
-This module finds what an examination needs (the target's facts, prompts, the expected acceptance)
-and shows what came out. The questions themselves are in ``dspark.doctor``.
-
-The acceptance to expect is taken from the bench of the very run that made the draft, when that run
-lies beside it (its manifest must name this draft); it was decoded at temperature 0 on the held-out
-prompts that are decoded again here. A draft on its own only has the teacher-forced figure of its
-provenance (sampled target distribution, all positions), which is compared more leniently.
+This module asks what the folder alone can answer, in an order in which one fault does not hide the
+next; ``dspark.cli.doctor_target`` asks what needs the target. The questions themselves are in
+``dspark.doctor``.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dspark.artifacts import MANIFEST, read_manifest, sha256_file
-from dspark.checkpoint.draft import load_draft
+import torch
+
+from dspark.checkpoint.draft import CONFIG, load_draft
+from dspark.checkpoint.foreign import format_of, our_fields
 from dspark.checkpoint.source import find_target
-from dspark.checkpoint.target import LoadedTarget, load_target, load_tokenizer
+from dspark.checkpoint.target import load_tokenizer
 from dspark.cli.console import Screen
-from dspark.cli.stages import end_ids, target_shape
+from dspark.cli.doctor_target import Request, beside_target, token_checks
 from dspark.config.architecture import DraftConfig
-from dspark.config.recipe import OrderTicketSource, TargetSection
-from dspark.data.chat import prompt_ids, template_hash, usable_mask_ids
-from dspark.data.prompts import read_prompts
-from dspark.data.sources import prompts_of
-from dspark.doctor.files import (
-    check_config,
-    check_recorded,
-    check_sealed,
-    check_target_facts,
-    check_trained,
-    read_raw,
-)
+from dspark.doctor.files import check_config, check_sealed, check_trained, read_raw
 from dspark.doctor.findings import Check, Examination, failed, passed, skipped
 from dspark.doctor.predicates import provenance_of
 from dspark.doctor.rules import ENGINES, check_rules, layer_id_table
-from dspark.doctor.tokens import check_mask
 from dspark.doctor.weights import (
     TensorFile,
-    check_embedding,
     check_frequencies,
     check_tensors,
     check_values,
     open_weights,
 )
-from dspark.errors import ArtifactError, CheckpointError, ConfigError, DSparkError
+from dspark.errors import CheckpointError, ConfigError, DSparkError
+from dspark.model.draft import DSparkDraft
 
-if TYPE_CHECKING:
-    from dspark.doctor.live import Expected
-
-PROMPTS = 16
-MASK_TRIALS = 8
 SCHEMA = "config.json parses as a draft, and its aliases agree with its fields"
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the user asked: ``target`` None for the offline checks only."""
-
-    folder: Path
-    engines: tuple[str, ...]
-    target: str | None
-    prompts: Path | None
 
 
 def examine(request: Request, screen: Screen) -> Examination:
@@ -79,23 +48,57 @@ def examine(request: Request, screen: Screen) -> Examination:
     exam.add(first)
     if not raw:
         return exam
+    exam.add(check_sealed(request.folder))
+    raw, foreign, known = _as_ours(raw, request.folder)
+    exam.add(known)
+    if known.status == "fail":
+        return exam
     ids = raw.get("target_layer_ids")
     if isinstance(ids, list) and all(type(i) is int for i in ids):
         exam.layer_ids = layer_id_table(ids)
-    exam.add(check_sealed(request.folder), *check_config(raw), *check_trained(raw))
+    exam.add(*check_config(raw), *check_trained(raw))
     exam.add(*check_rules(raw, request.engines))
     config, schema = _parse(raw)
     exam.add(schema)
     weights, opened = open_weights(request.folder)
     exam.add(opened)
-    if weights is not None and config is not None:
+    if weights is not None and foreign:
+        exam.add(_convertible(request.folder))
+    elif weights is not None and config is not None:
         exam.add(*_tensor_checks(weights, config, raw))
     if request.target is None:
         exam.add(*_tokens_offline(raw))
         exam.add(skipped("live", "the draft beside its target", "no --target was given"))
     else:
-        exam.add(*_with_target(request, raw, weights, exam.sound, screen))
+        exam.add(*beside_target(request, raw, weights, exam.sound, screen))
     return exam
+
+
+def _as_ours(raw: dict[str, Any], folder: Path) -> tuple[dict[str, Any], bool, Check]:
+    """The config in our own words, whether another tool wrote it, and the check about that.
+
+    Rules are asked of the converted form: what DeepSpec leaves out is known of it.
+    """
+    asked = "config.json is of a format that is known"
+    try:
+        kind = format_of(raw)
+        converted = our_fields(raw, str(folder / CONFIG))
+    except CheckpointError as error:
+        return raw, True, failed(
+            "files.format", asked, f"{error.where}: {error.found}",
+            f"{error.expected} is needed to run it as a DSpark draft", error.fix,
+        )  # fmt: skip
+    return converted, kind != "dspark", passed("files.format", asked, kind)
+
+
+def _convertible(folder: Path) -> Check:
+    """Another tool's tensors, by loading them: the converter knows what must be there."""
+    asked = "the weights convert to exactly the tensors of the config"
+    try:
+        load_draft(folder)
+    except DSparkError as error:
+        return failed("weights.names", asked, error.found, f"expected {error.expected}", error.fix)
+    return passed("weights.names", asked, "converted, every value finite")
 
 
 def _parse(raw: dict[str, Any]) -> tuple[DraftConfig | None, Check]:
@@ -111,10 +114,6 @@ def _parse(raw: dict[str, Any]) -> tuple[DraftConfig | None, Check]:
 
 
 def _tensor_checks(weights: TensorFile, config: DraftConfig, raw: dict[str, Any]) -> list[Check]:
-    import torch
-
-    from dspark.model.draft import DSparkDraft
-
     with torch.device("meta"):
         draft = DSparkDraft(config)
     shapes = {name: tuple(t.shape) for name, t in draft.state_dict().items()}
@@ -139,154 +138,7 @@ def _tokens_offline(raw: dict[str, Any]) -> list[Check]:
         tokenizer = load_tokenizer(files)
     except DSparkError as error:
         return [skipped("tokens.mask", asked, f"{error.found}; give --target")]
-    return _token_checks(raw, tokenizer, frozenset())
-
-
-def _token_checks(raw: dict[str, Any], tokenizer: Any, ends: frozenset[int]) -> list[Check]:
-    usable = usable_mask_ids(tokenizer, _vocabulary(raw), ends)
-    mask = raw.get("mask_token_id")
-    known = isinstance(mask, int) and mask >= 0
-    name = repr(tokenizer.convert_ids_to_tokens(mask)) if known else "no id"
-    recorded = {"template_hash": template_hash(tokenizer) if tokenizer.chat_template else ""}
-    return [check_mask(raw, usable, name), *check_recorded(raw, recorded)]
-
-
-def _with_target(
-    request: Request, raw: dict[str, Any], weights: TensorFile | None, sound: bool, screen: Screen
-) -> list[Check]:
-    assert request.target is not None
-    section = _section(request.target, raw)
-    with screen.bar(f"loading {request.target}", None):
-        target = load_target(section)
-    checks = _token_checks(raw, target.tokenizer, end_ids(target))
-    checks += check_recorded(raw, {"target_weights_hash": target.files.weights_hash()})
-    shape = target_shape(target)
-    facts = {k: getattr(shape, k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")}
-    checks += check_target_facts(raw, facts)
-    embedding = target.build(()).embedding_weight()
-    held = weights is not None and "embed_tokens.weight" in weights.header
-    stored = weights.read("embed_tokens.weight") if held and weights is not None else None
-    checks.append(check_embedding(stored, embedding))
-    fits = all(check.status != "fail" for check in check_target_facts(raw, facts))
-    if not sound or not fits:
-        why = "the checkpoint cannot be run as it is; mend the failed checks first"
-        return [*checks, skipped("live", "the draft beside its target", why)]
-    return checks + _live(request, raw, target, screen)
-
-
-def _vocabulary(raw: dict[str, Any]) -> int:
-    size = raw.get("vocab_size")
-    return size if isinstance(size, int) else 0
-
-
-def _section(source: str, raw: dict[str, Any]) -> TargetSection:
-    """``source`` in the precision and context the draft was made with, where that is recorded."""
-    provenance = provenance_of(raw)
-    names = {"target_dtype": "dtype", "target_max_context": "max_context"}
-    recorded = {own: provenance[key] for key, own in names.items() if key in provenance}
-    try:
-        return TargetSection(source=source, **recorded)
-    except ValueError as error:
-        raise CheckpointError(
-            expected="a target dtype and context length that dspark knows",
-            found=str(recorded),
-            where="dspark_provenance",
-            fix="Correct or delete the two fields in config.json.",
-        ) from error
-
-
-def _live(
-    request: Request, raw: dict[str, Any], target: LoadedTarget, screen: Screen
-) -> list[Check]:
-    from dspark.doctor.live import Patient, examine_live, layers_to_tap
-    from dspark.engine.decode import Decoder
-    from dspark.engine.drafter import Drafter
-
-    try:
-        draft, _ = load_draft(request.folder, dtype=target.dtype, device=target.device)
-    except DSparkError as error:
-        return [skipped("live", "the draft beside its target", f"not loadable here: {error.found}")]
-    ids = draft.config.target_layer_ids
-    # Not packed: packing replaces modules, and the probe reads their weights.
-    drafter = Drafter(draft, target.build(ids).head_weight(), pack=False)
-    ends = end_ids(target)
-    model = target.build(ids)
-    patient = Patient(
-        draft=draft,
-        target=target.build(layers_to_tap(ids, target.num_layers)),
-        decoder=Decoder(model, drafter, ends),
-        plain=Decoder(model, None, ends),
-        prompts=_prompts(request, target),
-        masks=_other_masks(draft.config.mask_token_id, target),
-        expected=_expected(request, raw),
-    )
-    with screen.bar("prompts and conventions", None) as bar:
-        return examine_live(patient, lambda: bar.advance())
-
-
-def _other_masks(declared: int, target: LoadedTarget) -> dict[int, str]:
-    """Ids that are mistaken for MASK: reserved ones, and pad, bos, eos and unk."""
-    tokenizer = target.tokenizer
-    found = {
-        int(i): name
-        for name in ("pad", "bos", "eos", "unk")
-        if (i := getattr(tokenizer, f"{name}_token_id")) is not None
-    }
-    reserved = usable_mask_ids(tokenizer, target.vocab_size, end_ids(target))
-    found = {**dict(list(reserved.items())[:MASK_TRIALS]), **found}
-    return {i: name for i, name in found.items() if i != declared}
-
-
-def _run_folder(folder: Path) -> Path | None:
-    """The run this draft is part of: its bench names this very draft."""
-    bench = folder.resolve().parent / "bench"
-    try:
-        parents = read_manifest(bench, "bench").parents
-        own = sha256_file(folder / MANIFEST)[1]
-    except (ArtifactError, OSError):
-        return None
-    return bench.parent if own in {p.manifest_sha256 for p in parents} else None
-
-
-def _prompts(request: Request, target: LoadedTarget) -> list[list[int]]:
-    """The user's prompts, else the run's held-out ones, else order tickets."""
-    run = _run_folder(request.folder)
-    if request.prompts is not None:
-        from dspark.data.jsonl import read_json_lines
-
-        count = len(list(read_json_lines(request.prompts)))
-        chosen = _file_prompts(request.prompts, min(count, PROMPTS))
-    elif run is not None:
-        held = [q for q in read_prompts(run / "prompts" / "prompts.jsonl") if q.split == "held_out"]
-        chosen = [q.messages for q in held[:PROMPTS]]
-    else:
-        source = OrderTicketSource(kind="order_tickets", held_out=PROMPTS, seed=1)
-        chosen = [q.messages for q in prompts_of(source)]
-    return [prompt_ids(target.tokenizer, messages) for messages in chosen]
-
-
-def _file_prompts(path: Path, count: int) -> list[list[dict[str, str]]]:
-    from dspark.config.recipe import FileSource
-
-    source = FileSource(kind="file", path=str(path), category="file", held_out=count)
-    return [q.messages for q in prompts_of(source)]
-
-
-def _expected(request: Request, raw: dict[str, Any]) -> Expected | None:
-    from dspark.doctor.live import Expected
-
-    run = _run_folder(request.folder)
-    if run is not None and request.prompts is None:
-        rows = json.loads((run / "bench" / "results.json").read_text(encoding="utf-8"))
-        for row in rows:
-            if row["prompts"] == "workload" and row["temperature"] == 0:
-                return Expected(row["acceptance_length"], f"bench of {run.name}", True)
-    recorded = provenance_of(raw).get("expected_acceptance")
-    tau = recorded.get("teacher_forced_tau") if isinstance(recorded, dict) else None
-    if not isinstance(tau, (int, float)):
-        return None
-    own = request.prompts is not None or run is not None
-    return Expected(float(tau), "teacher-forced, from provenance", own)
+    return token_checks(raw, tokenizer, frozenset())
 
 
 def chosen_engines(engine: str | None) -> tuple[str, ...]:

@@ -177,8 +177,9 @@ def doctor(
     from rich.console import Console
 
     from dspark.cli.console import Screen
-    from dspark.cli.doctor import Request, chosen_engines, examine
+    from dspark.cli.doctor import chosen_engines, examine
     from dspark.cli.doctor_table import show
+    from dspark.cli.doctor_target import Request
 
     request = Request(path, chosen_engines(engine), target, prompts)
     exam = examine(request, Screen(Console(stderr=True)))

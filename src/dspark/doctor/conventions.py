@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dspark.doctor.probe import Convention, Example, half_split_twin, yarn_twins
+from dspark.doctor.probe import Convention, Example, rotary_twin, yarn_twins
 from dspark.model.draft import DSparkDraft
 
 Trial = tuple[DSparkDraft, Convention]
@@ -64,7 +64,8 @@ def _mask(draft: DSparkDraft, masks: Mapping[int, str], _: object) -> dict[str, 
 
 
 def _rope(draft: DSparkDraft, *_: object) -> dict[str, Trial]:
-    twins = {"half-split rotary pairs": half_split_twin(draft), **yarn_twins(draft)}
+    name, other = rotary_twin(draft)
+    twins = {name: other, **yarn_twins(draft)}
     return {name: (twin, Convention()) for name, twin in twins.items()}
 
 

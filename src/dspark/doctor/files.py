@@ -12,7 +12,7 @@ from typing import Any
 
 from dspark.artifacts import MANIFEST, verify
 from dspark.checkpoint.draft import CONFIG
-from dspark.config.architecture import check_layer_ids
+from dspark.config.layers import check_layer_ids
 from dspark.doctor.findings import Check, failed, passed, skipped, warned
 from dspark.doctor.predicates import provenance_of
 from dspark.errors import ArtifactError

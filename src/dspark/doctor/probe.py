@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dspark.config.architecture import K3DraftConfig, Qwen3DraftConfig, RopeParameters
 from dspark.model.draft import DSparkDraft
 
 EMBEDDING_LAYER = -1
@@ -159,25 +160,41 @@ def beats(other: Score, declared: Score, gain: float = MIN_GAIN) -> bool:
     return mean > gain and mean > 2 * math.sqrt(variance / count)
 
 
-def half_split_twin(draft: DSparkDraft) -> DSparkDraft:
-    """The same weights read as half-split ("neox") rotary pairs: (i, i + d/2), not neighbours.
+def rotary_twin(draft: DSparkDraft) -> tuple[str, DSparkDraft]:
+    """The other rotary pairing, and the draft as an engine with that pairing would run it.
 
-    Rows of the rotated parts are reordered, so that our interleaved code computes what an engine
-    with the other convention would.
+    k3 weights pair neighbours (0, 1), qwen3 weights the halves (i, i + d/2). Rows of the rotated
+    parts are reordered, so that our code for the one computes what the other would give.
     """
     config = draft.config
-    rope, nope = config.qk_rope_head_dim, config.qk_nope_head_dim
-    half = torch.arange(rope // 2)
-    order = torch.stack([half, half + rope // 2], 1).flatten()
     state = dict(draft.state_dict())
+    if isinstance(config, K3DraftConfig):
+        rope, nope = config.qk_rope_head_dim, config.qk_nope_head_dim
+        order = _halves_to_pairs(rope)
+        for i in range(config.num_hidden_layers):
+            key = f"layers.{i}.self_attn.kv_a_proj_with_mqa.weight"
+            kept, rotated = state[key][:-rope], state[key][-rope:]
+            state[key] = torch.cat([kept, rotated[order]])
+            key = f"layers.{i}.self_attn.q_b_proj.weight"
+            heads = torch.unflatten(state[key], 0, (-1, nope + rope))
+            state[key] = torch.cat([heads[:, :nope], heads[:, nope:][:, order]], 1).flatten(0, 1)
+        return "half-split rotary pairs", _twin(draft, state, {})
+    assert isinstance(config, Qwen3DraftConfig)
+    order = _halves_to_pairs(config.head_dim).argsort()
     for i in range(config.num_hidden_layers):
-        key = f"layers.{i}.self_attn.kv_a_proj_with_mqa.weight"
-        kept, rotated = state[key][:-rope], state[key][-rope:]
-        state[key] = torch.cat([kept, rotated[order]])
-        key = f"layers.{i}.self_attn.q_b_proj.weight"
-        heads = state[key].unflatten(0, (-1, nope + rope))
-        state[key] = torch.cat([heads[:, :nope], heads[:, nope:][:, order]], 1).flatten(0, 1)
-    return _twin(draft, state, {})
+        for part in "qk":
+            key = f"layers.{i}.self_attn.{part}_proj.weight"
+            heads = torch.unflatten(state[key], 0, (-1, config.head_dim))
+            state[key] = heads[:, order].flatten(0, 1)
+            key = f"layers.{i}.self_attn.{part}_norm.weight"
+            state[key] = state[key][order]
+    return "interleaved rotary pairs", _twin(draft, state, {})
+
+
+def _halves_to_pairs(width: int) -> Tensor:
+    """Order in which rows (0, 1, ..., d-1) paired by halves stand as neighbours: 0, d/2, 1, ..."""
+    half = torch.arange(width // 2)
+    return torch.stack([half, half + width // 2], 1).flatten()
 
 
 def yarn_twins(draft: DSparkDraft) -> dict[str, DSparkDraft]:
@@ -186,14 +203,13 @@ def yarn_twins(draft: DSparkDraft) -> dict[str, DSparkDraft]:
     if rope.rope_type != "yarn":
         return {}
     state = dict(draft.state_dict())
-    unscaled = rope.model_copy(update={"mscale": 0.0, "mscale_all_dim": 0.0})
-    plain = type(rope)(rope_theta=rope.rope_theta)
-    return {
-        "the softmax scale without the YaRN factor": _twin(
-            draft, state, {"rope_parameters": unscaled}
-        ),
-        "plain rotary frequencies, no YaRN": _twin(draft, state, {"rope_parameters": plain}),
-    }
+    plain = RopeParameters(rope_theta=rope.rope_theta)
+    out = {"plain rotary frequencies, no YaRN": _twin(draft, state, {"rope_parameters": plain})}
+    if rope.mscale_all_dim:
+        unscaled = rope.model_copy(update={"mscale": 0.0, "mscale_all_dim": 0.0})
+        name = "the softmax scale without the YaRN factor"
+        out[name] = _twin(draft, state, {"rope_parameters": unscaled})
+    return out
 
 
 def _twin(draft: DSparkDraft, state: dict[str, Tensor], changes: dict[str, object]) -> DSparkDraft:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dspark.config.layers import LayerConvention, to_convention
 from dspark.doctor import predicates as p
 from dspark.doctor.findings import Check, failed, passed, warned
 
@@ -244,13 +245,19 @@ def layer_id_table(ids: list[int]) -> dict[str, dict[str, Any]]:
 
     Id i is the residual stream after decoder layer i, counted from 0 (contract, section 2).
     """
-    raised = [i + 1 for i in ids]
-    rows = {
-        "config.json; ATOM, TorchSpec, SpecForge": ("target_layer_ids", ids),
-        "vLLM, config.json (it adds 1 itself)": ("target_layer_ids", ids),
-        "vLLM, internal (+1)": ("aux_hidden_state_layers", raised),
-        "vLLM, extract_hidden_states (+1)": ("eagle_aux_hidden_state_layer_ids", raised),
-        "speculators (+1)": ("aux_hidden_state_layer_ids", raised),
-        "transformers (+1)": ("hidden_states", raised),
+    rows: dict[str, tuple[str, LayerConvention]] = {
+        "config.json; ATOM, TorchSpec, SpecForge": ("target_layer_ids", "target_layer_ids"),
+        "vLLM, config.json (it adds 1 itself)": ("target_layer_ids", "target_layer_ids"),
+        "vLLM, internal (+1)": ("aux_hidden_state_layers", "vllm_aux_hidden_state_layers"),
+        "vLLM, extract_hidden_states (+1)": (
+            "eagle_aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids",
+        ),
+        "speculators (+1)": (
+            "aux_hidden_state_layer_ids", "speculators_aux_hidden_state_layer_ids",
+        ),
+        "transformers (+1)": ("hidden_states", "hf_hidden_states"),
+    }  # fmt: skip
+    return {
+        where: {"key": key, "ids": list(to_convention(ids, convention))}
+        for where, (key, convention) in rows.items()
     }
-    return {where: {"key": key, "ids": own} for where, (key, own) in rows.items()}
