@@ -21,6 +21,7 @@ from dspark.doctor.live import example_of, layers_to_tap
 from dspark.doctor.probe import Convention, Probe, Score, beats, rotary_twin, yarn_twins
 from dspark.hidden.disk import DiskStore
 from dspark.model.draft import DSparkDraft
+from dspark.model.hf_target import HFTarget
 from dspark.model.init import initialise
 from dspark.training.anchors import build_blocks
 from dspark.training.step import Vocabulary, training_step
@@ -73,6 +74,20 @@ def test_the_declared_convention_scores_what_the_trainer_measures(
     assert ours.slots == pytest.approx(trained.mean(0).tolist(), abs=2e-5)
     length = float(1 + trained.cumprod(-1).sum(-1).mean())
     assert ours.length == pytest.approx(length, abs=2e-5)
+
+
+def test_both_sides_of_the_norm_are_the_same_through_the_transformers_adapter(
+    tiny_target: Path,
+) -> None:
+    loaded = load_target(TargetSection(source=str(tiny_target), max_context=256))
+    ids = torch.randint(7, 50, (20,), generator=torch.Generator().manual_seed(0)).tolist()
+    ours = example_of(loaded.build((0, 2)), ids, 4)
+    theirs = example_of(HFTarget(loaded.hf_model, (0, 2)), ids, 4)
+    for name in ("final", "before"):
+        assert torch.allclose(getattr(ours, name), getattr(theirs, name), atol=1e-4)
+    assert not torch.allclose(ours.final, ours.before, atol=0.1)
+    assert ours.states.keys() == {-1, 0, 2}
+    assert all(torch.allclose(s, theirs.states[i], atol=1e-4) for i, s in ours.states.items())
 
 
 @pytest.mark.parametrize("config", [k3(), qwen3()], ids=["k3", "qwen3"])

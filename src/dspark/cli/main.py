@@ -191,6 +191,26 @@ def doctor(
         raise typer.Exit(1)
 
 
+@app.command()
+def serve(
+    checkpoint: Annotated[Path, typer.Argument(metavar="DRAFT", help="A draft folder.")],
+    engine_args: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- ENGINE ARGS]", help="Passed on to the engine, after --."),
+    ] = None,
+    engine: Annotated[str, typer.Option(help="vllm or atom.")] = "embedded",
+    target: Annotated[
+        str | None, typer.Option(help="Folder or hub id; the one in provenance when left out.")
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Print the engine's command.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Print the command that serves a draft in vLLM or ATOM (with --plan)."""
+    from dspark.cli.serve import plan_serving, show
+
+    show(plan_serving(checkpoint, engine, target, engine_args or [], plan=plan), as_json=as_json)
+
+
 def _print_error(error: DSparkError) -> None:
     from rich.console import Console
     from rich.text import Text
