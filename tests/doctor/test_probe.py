@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dspark.checkpoint.draft import load_draft
+from dspark.checkpoint.pretrained import read_config, read_model
 from dspark.checkpoint.target import load_target
 from dspark.config.architecture import (
     DraftConfig,
@@ -82,7 +83,8 @@ def test_both_sides_of_the_norm_are_the_same_through_the_transformers_adapter(
     loaded = load_target(TargetSection(source=str(tiny_target), max_context=256))
     ids = torch.randint(7, 50, (20,), generator=torch.Generator().manual_seed(0)).tolist()
     ours = example_of(loaded.build((0, 2)), ids, 4)
-    theirs = example_of(HFTarget(loaded.hf_model, (0, 2)), ids, 4)
+    model = read_model(loaded.files, read_config(loaded.files), torch.float32)
+    theirs = example_of(HFTarget(model, (0, 2)), ids, 4)
     for name in ("final", "before"):
         assert torch.allclose(getattr(ours, name), getattr(theirs, name), atol=1e-4)
     assert not torch.allclose(ours.final, ours.before, atol=0.1)

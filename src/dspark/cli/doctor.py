@@ -14,8 +14,8 @@ import torch
 
 from dspark.checkpoint.draft import CONFIG, load_draft
 from dspark.checkpoint.foreign import format_of, our_fields
+from dspark.checkpoint.pretrained import read_tokenizer
 from dspark.checkpoint.source import find_target
-from dspark.checkpoint.target import load_tokenizer
 from dspark.cli.console import Screen
 from dspark.cli.doctor_target import Request, beside_target, token_checks
 from dspark.config.architecture import DraftConfig
@@ -135,7 +135,7 @@ def _tokens_offline(raw: dict[str, Any]) -> list[Check]:
         files = find_target(source)
         if not Path(files.location).is_dir():
             return [skipped("tokens.mask", asked, f"{source} is not on this machine")]
-        tokenizer = load_tokenizer(files)
+        tokenizer = read_tokenizer(files)
     except DSparkError as error:
         return [skipped("tokens.mask", asked, f"{error.found}; give --target")]
     return token_checks(raw, tokenizer, frozenset())

@@ -18,7 +18,7 @@ from dspark.checkpoint.draft import load_draft
 from dspark.checkpoint.identity import file_hashes
 from dspark.checkpoint.target import LoadedTarget, load_target
 from dspark.cli.console import Screen
-from dspark.cli.stages import end_ids, target_shape
+from dspark.cli.stages import end_ids
 from dspark.config.recipe import FileSource, OrderTicketSource, TargetSection
 from dspark.data.chat import prompt_ids, template_hash, usable_mask_ids
 from dspark.data.jsonl import read_json_lines
@@ -36,6 +36,7 @@ from dspark.errors import ArtifactError, CheckpointError, DSparkError
 
 PROMPTS = 16
 MASK_TRIALS = 8
+DEFAULT_CONTEXT = 2048
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,9 @@ def beside_target(
         target = load_target(section)
     checks = token_checks(raw, target.tokenizer, end_ids(target))
     checks += check_recorded(raw, {"target_weights_hash": file_hashes(target.files).weights})
-    shape = target_shape(target)
-    facts = {k: getattr(shape, k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")}
+    facts = {
+        k: getattr(target.shape, k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")
+    }
     checks += check_target_facts(raw, facts)
     embedding = target.build(()).embedding_weight()
     held = weights is not None and "embed_tokens.weight" in weights.header
@@ -90,6 +92,9 @@ def _section(source: str, raw: dict[str, Any]) -> TargetSection:
     provenance = provenance_of(raw)
     names = {"target_dtype": "dtype", "target_max_context": "max_context"}
     recorded = {own: provenance[key] for key, own in names.items() if key in provenance}
+    longest = raw.get("max_position_embeddings")
+    if "max_context" not in recorded and isinstance(longest, int):
+        recorded["max_context"] = min(longest, DEFAULT_CONTEXT)
     try:
         return TargetSection(source=source, **recorded)
     except ValueError as error:
@@ -135,7 +140,7 @@ def _other_masks(declared: int, target: LoadedTarget) -> dict[int, str]:
         for name in ("pad", "bos", "eos", "unk")
         if (i := getattr(tokenizer, f"{name}_token_id")) is not None
     }
-    reserved = usable_mask_ids(tokenizer, target.vocab_size, end_ids(target))
+    reserved = usable_mask_ids(tokenizer, target.shape.vocab_size, end_ids(target))
     found = {**dict(list(reserved.items())[:MASK_TRIALS]), **found}
     return {i: name for i, name in found.items() if i != declared}
 
