@@ -333,6 +333,14 @@ def test_29_a_quantized_draft_needs_a_known_format_and_run_time_names(
     assert failures(doctor(draft, live=False)) == expected
 
 
+def test_an_embedding_may_be_left_out_only_where_the_file_says_so(draft, doctor) -> None:
+    edit_weights(draft, lambda weights: weights.pop("embed_tokens.weight"))
+    assert failures(doctor(draft, live=False)) == {"weights.names"}
+    note = {"included": False, "dtype": "F32", "sha256": "0" * 64}
+    edit_config(draft, lambda raw: raw["dspark_provenance"].update(embedding=note))
+    assert failures(doctor(draft, live=False)) == set()
+
+
 def test_a_truncated_file_and_an_absent_folder_are_named(draft, doctor, tmp_path) -> None:
     assert failures(doctor(tmp_path / "nowhere", live=False)) == {"files.config"}
     path = draft / "model.safetensors"

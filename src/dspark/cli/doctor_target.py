@@ -29,7 +29,7 @@ from dspark.doctor.findings import Check, skipped
 from dspark.doctor.live import Expected, Patient, examine_live, layers_to_tap
 from dspark.doctor.predicates import provenance_of
 from dspark.doctor.tokens import check_mask
-from dspark.doctor.weights import TensorFile, check_embedding
+from dspark.doctor.weights import EMBEDDING, TensorFile, check_embedding
 from dspark.engine.decode import Decoder
 from dspark.engine.drafter import Drafter
 from dspark.errors import ArtifactError, CheckpointError, DSparkError
@@ -63,8 +63,8 @@ def beside_target(
     }
     checks += check_target_facts(raw, facts)
     embedding = target.build(()).embedding_weight()
-    held = weights is not None and "embed_tokens.weight" in weights.header
-    stored = weights.read("embed_tokens.weight") if held and weights is not None else None
+    held = weights is not None and EMBEDDING in weights.header
+    stored = weights.read(EMBEDDING) if held and weights is not None else None
     checks.append(check_embedding(stored, embedding))
     fits = all(check.status != "fail" for check in check_target_facts(raw, facts))
     if not sound or not fits:

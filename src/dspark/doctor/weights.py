@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dspark.checkpoint.draft import WEIGHTS
 from dspark.doctor.findings import Check, failed, passed, skipped
+from dspark.doctor.predicates import provenance_of
 
 NAMES = "tensors are exactly those of the config"
 SHAPES = "every tensor has the shape the config implies"
@@ -31,6 +32,7 @@ CODES = {"F8_E4M3", "F8_E5M2", "I8", "U8", "I4", "F4"}
 SCALE = "_scale"
 KNOWN_FORMATS = {("compressed-tensors", "float-quantized")}
 PHASE_POSITION = 100_000
+EMBEDDING = "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ def check_tensors(
     header: Mapping[str, Entry], expected: Mapping[str, tuple[int, ...]], raw: Mapping[str, Any]
 ) -> list[Check]:
     """Names, shapes, dtypes and quantization. ``expected`` shapes by name, from the config."""
+    if is_slim(raw):
+        expected = {n: shape for n, shape in expected.items() if n != EMBEDDING}
     scales = {n for n in header if n.endswith(SCALE) and n.removesuffix(SCALE) in expected}
     frequencies = {n for n in header if "inv_freq" in n or "rotary" in n}
     extra = [n for n in header if n not in expected and n not in scales | frequencies]
@@ -169,6 +173,12 @@ def _quantization(
         "weight_scale tensors and a compressed-tensors config.",
         "sgl-project/sglang #39087, vllm-project/vllm #53122, ml-explore/mlx-lm #1865",
     )  # fmt: skip
+
+
+def is_slim(raw: Mapping[str, Any]) -> bool:
+    """Whether provenance says that the checkpoint was written without the target's embedding."""
+    note = provenance_of(raw).get("embedding")
+    return isinstance(note, dict) and note.get("included") is False
 
 
 def check_values(file: TensorFile, expected: Iterable[str]) -> Check:
