@@ -7,6 +7,7 @@ Ctrl-C says how to resume. A traceback is a bug.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -164,6 +165,59 @@ def inspect(
     from dspark.cli.inspect import inspect_path
 
     inspect_path(path, as_json=as_json, deep=deep)
+
+
+@app.command()
+def doctor(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A draft checkpoint folder.")],
+    target: Annotated[
+        str | None,
+        typer.Option(help="The target: a folder, .gguf, package: or hub id; adds live checks."),
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="vllm, atom, sglang or hf; all of them when left out.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON Lines of prompts for the live checks.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Examine a draft: files, conventions, and how it drafts beside its target."""
+    from rich.console import Console
+
+    from dspark.cli.console import Screen
+    from dspark.cli.doctor import chosen_engines, examine
+    from dspark.cli.doctor_table import show
+    from dspark.cli.doctor_target import Request
+
+    request = Request(path, chosen_engines(engine), target, prompts)
+    exam = examine(request, Screen(Console(stderr=True)))
+    if as_json:
+        typer.echo(json.dumps(exam.as_json(), indent=2))
+    else:
+        show(exam, Console())
+    if not exam.sound:
+        raise typer.Exit(1)
+
+
+@app.command()
+def serve(
+    checkpoint: Annotated[Path, typer.Argument(metavar="DRAFT", help="A draft folder.")],
+    engine_args: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- ENGINE ARGS]", help="Passed on to the engine, after --."),
+    ] = None,
+    engine: Annotated[str, typer.Option(help="vllm or atom.")] = "embedded",
+    target: Annotated[
+        str | None, typer.Option(help="Folder or hub id; the one in provenance when left out.")
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Print the engine's command.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Print the command that serves a draft in vLLM or ATOM (with --plan)."""
+    from dspark.cli.serve import plan_serving, show
+
+    show(plan_serving(checkpoint, engine, target, engine_args or [], plan=plan), as_json=as_json)
 
 
 def _print_error(error: DSparkError) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dspark.checkpoint.source import TargetFiles
     from dspark.checkpoint.target import LoadedTarget
     from dspark.cli.context import RunContext
+    from dspark.config.architecture import DraftConfig
     from dspark.training.stage import TrainedDraft
 
 
@@ -33,6 +34,7 @@ def draft_provenance(
         "target_dtype": run.recipe.target.dtype,
         "target_max_context": run.recipe.target.max_context,
         **target_identity(target),
+        "trained": trained_conventions(trained.draft.config),
         "norm_state": "post",
         "tapped_stream": "residual after each decoder layer",
         "states_dtype": run.recipe.capture.dtype,
@@ -66,6 +68,13 @@ def _absolute(files: TargetFiles) -> str | None:
     """
     path = Path(files.source).expanduser()
     return str(path.resolve()) if path.exists() else None
+
+
+def trained_conventions(config: DraftConfig) -> dict[str, Any]:
+    """Settings that no tensor shows: without them, a later edit of config.json goes unnoticed."""
+    written = config.to_json()
+    names = ("block_size", "mask_token_id", "target_layer_ids", "sample_from_anchor")
+    return {name: written[name] for name in names}
 
 
 def versions() -> dict[str, str]:

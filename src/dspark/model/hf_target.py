@@ -99,7 +99,7 @@ class HFTarget:
         self.max_context = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
         self._body = model.get_decoder()
         self._layers = _decoder_layers(self._body, self.num_layers)
-        self._norm = _final_norm(self._body)
+        self.final_norm = _final_norm(self._body)
         self._head = _plain_head(model)
         self._cache_argument = _cache_argument(self._body)
         self.vocab_size, self.hidden_size = self._head.weight.shape
@@ -163,7 +163,7 @@ class HFTarget:
         return out
 
     def norm(self, h: Tensor) -> Tensor:
-        out: Tensor = self._norm(h)
+        out: Tensor = self.final_norm(h)
         return out
 
     def embedding_weight(self) -> Tensor:

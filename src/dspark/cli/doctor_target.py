@@ -1,0 +1,191 @@
+"""The part of an examination that needs the target: its tokenizer, its sizes, and the live checks.
+
+The acceptance to expect is taken from the bench of the very run that made the draft, when that run
+lies beside it (its manifest must name this draft); it was decoded at temperature 0 on the held-out
+prompts that are decoded again here. A draft on its own only has the teacher-forced figure of its
+provenance (sampled target distribution, all positions), which is compared more leniently.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dspark.artifacts import MANIFEST, read_manifest, sha256_file
+from dspark.checkpoint.draft import load_draft
+from dspark.checkpoint.identity import file_hashes
+from dspark.checkpoint.target import LoadedTarget, load_target
+from dspark.cli.console import Screen
+from dspark.cli.stages import end_ids
+from dspark.config.recipe import FileSource, OrderTicketSource, TargetSection
+from dspark.data.chat import prompt_ids, template_hash, usable_mask_ids
+from dspark.data.jsonl import read_json_lines
+from dspark.data.prompts import read_prompts
+from dspark.data.sources import prompts_of
+from dspark.doctor.files import check_recorded, check_target_facts
+from dspark.doctor.findings import Check, skipped
+from dspark.doctor.live import Expected, Patient, examine_live, layers_to_tap
+from dspark.doctor.predicates import provenance_of
+from dspark.doctor.tokens import check_mask
+from dspark.doctor.weights import EMBEDDING, TensorFile, check_embedding
+from dspark.engine.decode import Decoder
+from dspark.engine.drafter import Drafter
+from dspark.errors import ArtifactError, CheckpointError, DSparkError
+
+PROMPTS = 16
+MASK_TRIALS = 8
+DEFAULT_CONTEXT = 2048
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked: ``target`` None for the offline checks only."""
+
+    folder: Path
+    engines: tuple[str, ...]
+    target: str | None
+    prompts: Path | None
+
+
+def beside_target(
+    request: Request, raw: dict[str, Any], weights: TensorFile | None, sound: bool, screen: Screen
+) -> list[Check]:
+    assert request.target is not None
+    section = _section(request.target, raw)
+    with screen.bar(f"loading {request.target}", None):
+        target = load_target(section)
+    checks = token_checks(raw, target.tokenizer, end_ids(target))
+    checks += check_recorded(raw, {"target_weights_hash": file_hashes(target.files).weights})
+    facts = {
+        k: getattr(target.shape, k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")
+    }
+    checks += check_target_facts(raw, facts)
+    embedding = target.build(()).embedding_weight()
+    held = weights is not None and EMBEDDING in weights.header
+    stored = weights.read(EMBEDDING) if held and weights is not None else None
+    checks.append(check_embedding(stored, embedding))
+    fits = all(check.status != "fail" for check in check_target_facts(raw, facts))
+    if not sound or not fits:
+        why = "the checkpoint cannot be run as it is; mend the failed checks first"
+        return [*checks, skipped("live", "the draft beside its target", why)]
+    return checks + _live(request, raw, target, screen)
+
+
+def token_checks(raw: dict[str, Any], tokenizer: Any, ends: frozenset[int]) -> list[Check]:
+    usable = usable_mask_ids(tokenizer, _vocabulary(raw), ends)
+    mask = raw.get("mask_token_id")
+    known = isinstance(mask, int) and mask >= 0
+    name = repr(tokenizer.convert_ids_to_tokens(mask)) if known else "no id"
+    recorded = {"template_hash": template_hash(tokenizer) if tokenizer.chat_template else ""}
+    return [check_mask(raw, usable, name), *check_recorded(raw, recorded)]
+
+
+def _vocabulary(raw: dict[str, Any]) -> int:
+    size = raw.get("vocab_size")
+    return size if isinstance(size, int) else 0
+
+
+def _section(source: str, raw: dict[str, Any]) -> TargetSection:
+    """``source`` in the precision and context the draft was made with, where that is recorded."""
+    provenance = provenance_of(raw)
+    names = {"target_dtype": "dtype", "target_max_context": "max_context"}
+    recorded = {own: provenance[key] for key, own in names.items() if key in provenance}
+    longest = raw.get("max_position_embeddings")
+    if "max_context" not in recorded and isinstance(longest, int):
+        recorded["max_context"] = min(longest, DEFAULT_CONTEXT)
+    try:
+        return TargetSection(source=source, **recorded)
+    except ValueError as error:
+        raise CheckpointError(
+            expected="a target dtype and context length that dspark knows",
+            found=str(recorded),
+            where="dspark_provenance",
+            fix="Correct or delete the two fields in config.json.",
+        ) from error
+
+
+def _live(
+    request: Request, raw: dict[str, Any], target: LoadedTarget, screen: Screen
+) -> list[Check]:
+    head = target.build(()).head_weight()
+    try:
+        draft, _ = load_draft(request.folder, dtype=target.dtype, device=target.device, head=head)
+    except DSparkError as error:
+        return [skipped("live", "the draft beside its target", f"not loadable here: {error.found}")]
+    ids = draft.config.target_layer_ids
+    # Not packed: packing replaces modules, and the probe reads their weights.
+    drafter = Drafter(draft, head, pack=False)
+    ends = end_ids(target)
+    model = target.build(ids)
+    patient = Patient(
+        draft=draft,
+        target=target.build(layers_to_tap(ids, target.num_layers)),
+        decoder=Decoder(model, drafter, ends),
+        plain=Decoder(model, None, ends),
+        prompts=_prompts(request, target),
+        masks=_other_masks(draft.config.mask_token_id, target),
+        expected=_expected(request, raw),
+    )
+    with screen.bar("prompts and conventions", None) as bar:
+        return examine_live(patient, lambda: bar.advance())
+
+
+def _other_masks(declared: int, target: LoadedTarget) -> dict[int, str]:
+    """Ids that are mistaken for MASK: reserved ones, and pad, bos, eos and unk."""
+    tokenizer = target.tokenizer
+    found = {
+        int(i): name
+        for name in ("pad", "bos", "eos", "unk")
+        if (i := getattr(tokenizer, f"{name}_token_id")) is not None
+    }
+    reserved = usable_mask_ids(tokenizer, target.shape.vocab_size, end_ids(target))
+    found = {**dict(list(reserved.items())[:MASK_TRIALS]), **found}
+    return {i: name for i, name in found.items() if i != declared}
+
+
+def _run_folder(folder: Path) -> Path | None:
+    """The run this draft is part of: its bench names this very draft."""
+    bench = folder.resolve().parent / "bench"
+    try:
+        parents = read_manifest(bench, "bench").parents
+        own = sha256_file(folder / MANIFEST)[1]
+    except (ArtifactError, OSError):
+        return None
+    return bench.parent if own in {p.manifest_sha256 for p in parents} else None
+
+
+def _prompts(request: Request, target: LoadedTarget) -> list[list[int]]:
+    """The user's prompts, else the run's held-out ones, else order tickets."""
+    run = _run_folder(request.folder)
+    if request.prompts is not None:
+        count = len(list(read_json_lines(request.prompts)))
+        chosen = _file_prompts(request.prompts, min(count, PROMPTS))
+    elif run is not None:
+        held = [q for q in read_prompts(run / "prompts" / "prompts.jsonl") if q.split == "held_out"]
+        chosen = [q.messages for q in held[:PROMPTS]]
+    else:
+        source = OrderTicketSource(kind="order_tickets", held_out=PROMPTS, seed=1)
+        chosen = [q.messages for q in prompts_of(source)]
+    return [prompt_ids(target.tokenizer, messages) for messages in chosen]
+
+
+def _file_prompts(path: Path, count: int) -> list[list[dict[str, str]]]:
+    source = FileSource(kind="file", path=str(path), category="file", held_out=count)
+    return [q.messages for q in prompts_of(source)]
+
+
+def _expected(request: Request, raw: dict[str, Any]) -> Expected | None:
+    run = _run_folder(request.folder)
+    if run is not None and request.prompts is None:
+        rows = json.loads((run / "bench" / "results.json").read_text(encoding="utf-8"))
+        for row in rows:
+            if row["prompts"] == "workload" and row["temperature"] == 0:
+                return Expected(row["acceptance_length"], f"bench of {run.name}", True)
+    recorded = provenance_of(raw).get("expected_acceptance")
+    tau = recorded.get("teacher_forced_tau") if isinstance(recorded, dict) else None
+    if not isinstance(tau, (int, float)):
+        return None
+    own = request.prompts is not None or run is not None
+    return Expected(float(tau), "teacher-forced, from provenance", own)

@@ -1,0 +1,87 @@
+"""``dspark serve DRAFT --engine vllm|atom --plan``: print the launch line of another engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from dspark.cli.launch import Engine, Launch, Served, launch
+from dspark.doctor.files import read_raw
+from dspark.doctor.predicates import provenance_of
+from dspark.errors import CheckpointError, ConfigError
+
+
+def plan_serving(
+    checkpoint: Path, engine: str, target: str | None, extra: list[str], *, plan: bool
+) -> Launch:
+    """The launch line for ``checkpoint``; ``target`` None takes the one in provenance.
+
+    Raises:
+        ConfigError: an engine or a way of serving that is not there, or a contradicting word.
+        CheckpointError: no config.json.
+    """
+    _require_plan(engine, plan)
+    raw, check = read_raw(checkpoint)
+    if check.status == "fail":
+        raise CheckpointError(
+            expected="the config.json of a DSpark draft",
+            found=check.found,
+            where=str(checkpoint),
+            fix=check.mend,
+        )
+    name = target or provenance_of(raw).get("target")
+    if not isinstance(name, str) or name.startswith("package:"):
+        raise ConfigError(
+            expected="a target that the engine can load: a folder or a hub id",
+            found=str(name) if name else "none in the draft's provenance",
+            where="dspark serve --target",
+            fix="Name it: --target ORG/NAME.",
+        )
+    draft = Served(str(checkpoint.resolve()), raw, _accept_rates(checkpoint))
+    chosen: Engine = "vllm" if engine == "vllm" else "atom"
+    return launch(chosen, draft, name, extra)
+
+
+def _require_plan(engine: str, plan: bool) -> None:
+    engines = get_args(Engine)
+    if engine not in (*engines, "embedded"):
+        raise ConfigError(
+            expected=f"one of {', '.join(engines)}",
+            found=engine,
+            where="dspark serve --engine",
+            fix="Name one of them.",
+        )
+    if engine == "embedded" or not plan:
+        raise ConfigError(
+            expected="--plan with --engine vllm or atom: dspark prints launch lines",
+            found="a request to serve" + (" with its own engine" if engine == "embedded" else ""),
+            where="dspark serve",
+            fix="dspark does not serve yet. Add --plan and run the line it prints, or decode with "
+            "`dspark bench`.",
+        )
+
+
+def _accept_rates(checkpoint: Path) -> tuple[float, ...]:
+    """Per-slot rates of the last evaluation, when training.json lies beside the weights."""
+    try:
+        history: Any = json.loads((checkpoint / "training.json").read_text(encoding="utf-8"))
+        return tuple(float(rate) for rate in history["evals"][-1]["accept_rate"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        return ()
+
+
+def show(planned: Launch, *, as_json: bool) -> None:
+    """The command on stdout; what contradicts the checkpoint on stderr."""
+    if as_json:
+        out = {"command": list(planned.command), "shell": planned.shell}
+        typer.echo(json.dumps({**out, "warnings": list(planned.warnings)}, indent=2))
+        return
+    typer.echo(planned.shell)
+    console = Console(stderr=True, soft_wrap=True)
+    for warning in planned.warnings:
+        console.print(Text(f"warning: {warning}", style="yellow"))

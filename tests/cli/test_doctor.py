@@ -1,0 +1,64 @@
+"""``dspark doctor`` as a user runs it: exit status, JSON, and errors that name the option."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dspark.cli.main import entry
+from dspark.doctor.rules import ENGINES
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as left:
+        entry(["doctor", *arguments])
+    return int(left.value.code or 0)
+
+
+def test_a_sound_draft_exits_with_zero_and_a_broken_one_says_cause_and_mend(
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(str(tiny_run / "draft")) == 0
+    assert "sound" in capsys.readouterr().out
+    broken = tmp_path / "draft"
+    shutil.copytree(tiny_run / "draft", broken)
+    (broken / "manifest.json").unlink()
+    raw = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**raw, "rope_interleave": True}))
+    assert run(str(broken)) == 1
+    told = capsys.readouterr().out
+    assert "rules.rope_interleave" in told
+    assert "neox" in told
+    assert "Delete rope_interleave" in told
+    assert run(str(broken), "--engine", "vllm") == 0, "vLLM reads no rope_interleave"
+
+
+def test_json_holds_every_check_and_nothing_else_is_printed(
+    tiny_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(str(tiny_run / "draft"), "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["sound"] is True
+    assert told["engines"] == list(ENGINES)
+    assert sum(told["counts"].values()) == len(told["checks"])
+    assert {c["status"] for c in told["checks"]} <= {"pass", "skip"}
+    assert any(row["ids"] == [1, 2, 3] for row in told["layer_ids"].values())
+
+
+def test_an_unknown_engine_and_an_absent_target_are_named(
+    tiny_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(str(tiny_run / "draft"), "--engine", "tgi") == 2
+    assert "--engine" in capsys.readouterr().err
+    assert run(str(tiny_run / "draft"), "--target", "/nowhere/at/all") == 1
+    assert "/nowhere/at/all" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_draft_is_a_finding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(str(tmp_path)) == 1
+    assert "files.config" in capsys.readouterr().out
