@@ -97,7 +97,7 @@ SPECULATORS: dict[str, Any] = {
         "num_key_value_heads": 2,
         "head_dim": 6,
         "max_position_embeddings": 64,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": True,
     },
     "aux_hidden_state_layer_ids": [1, 3, 5],
     "block_size": 3,

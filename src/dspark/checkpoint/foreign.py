@@ -129,6 +129,8 @@ def _qwen3_fields(written: Any, where: str) -> dict[str, Any]:
         _refuse(where, key, "a Qwen3 config", str(error)[:200], "Export the draft again.")
     for name in ("architectures", "transformers_version", "torch_dtype", "_name_or_path"):
         full.pop(name, None)
+    # Copied from the target; the draft stores embedding and lm_head apart all the same.
+    full["tie_word_embeddings"] = False
     return full
 
 
