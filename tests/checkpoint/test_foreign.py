@@ -180,6 +180,14 @@ def test_a_whole_draft_is_loaded_bit_by_bit_and_written_as_ours(
     assert read_config(mine)[0] == CONFIG
 
 
+def test_our_own_config_may_lie_beside_an_lm_head(tmp_path: Path) -> None:
+    want = random_draft()
+    folder = write(tmp_path / "both", CONFIG.to_json(), whole(want))
+    draft, provenance = load_draft(folder, head=head())
+    assert "converted_from" not in provenance
+    assert torch.equal(draft.context_proj.get_parameter("weight"), want.state_dict()["fc.weight"])
+
+
 def test_another_targets_lm_head_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "theirs", DEEPSPEC, whole(random_draft()))
     load_draft(folder, head=head())

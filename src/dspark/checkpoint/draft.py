@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from dspark.artifacts import atomic_json, atomic_write, sha256_file
-from dspark.checkpoint.foreign import CONVERTED, our_fields, our_tensors
+from dspark.checkpoint.foreign import CONVERTED, HEAD, our_fields, our_tensors
 from dspark.config.architecture import DraftConfig
 from dspark.errors import CheckpointError
 from dspark.model.draft import DSparkDraft
@@ -86,7 +86,7 @@ def load_draft(
             where=str(path),
             fix="Copy the checkpoint again; the file is absent or truncated.",
         ) from error
-    if CONVERTED in provenance:
+    if CONVERTED in provenance or (config.flavour == "qwen3" and HEAD in tensors):
         raw = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         tensors = our_tensors(raw, config, tensors, str(path), head)
     with torch.device("meta"):

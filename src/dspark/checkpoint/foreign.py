@@ -175,9 +175,10 @@ def our_tensors(
     where: str,
     head: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Weights of a foreign checkpoint under our names and shapes, checked no further.
+    """Weights of a qwen3 checkpoint under our names and shapes, checked no further.
 
-    ``head`` is the target's lm_head [V, H], with which the stored one must agree.
+    An lm_head, which published files may hold in any format, is dropped. ``head`` is the target's
+    [V, H], with which it must agree.
 
     Raises:
         CheckpointError: a vocabulary table that is absent or no table, or another lm_head.

@@ -11,6 +11,7 @@ from rich.table import Table
 from safetensors import SafetensorError, safe_open
 
 from dspark.artifacts import lineage, verify
+from dspark.config.load import parse_draft_config
 from dspark.errors import ArtifactError, CheckpointError
 
 
@@ -44,7 +45,7 @@ def describe(path: Path, *, deep: bool) -> dict[str, Any]:
     if weights.exists():
         out |= _tensors(weights)
         raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        out["row_width"] = raw["kv_lora_rank"] + raw["qk_rope_head_dim"]
+        out["row_width"] = parse_draft_config(raw, str(path / "config.json")).row_width
         out["cache_elements_per_token"] = out["row_width"] * raw["num_hidden_layers"]
         out["provenance"] = raw.get("dspark_provenance", {})
     out["lineage"] = [
