@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 import tiny_model
 from conftest import dspark, write_prompts
@@ -80,3 +81,19 @@ def test_a_qwen3_draft_is_trained_served_and_published(tmp_path: Path) -> None:
     assert found["tensors"] == 3 + 1 + 2 + 2 + 2 * 11
     plan = dspark("run", str(recipe), "--plan")
     assert plan.returncode == 0, plan.stderr
+    # As DeepSpec would have published it: an lm_head beside it, and nothing that names the target.
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    kept = {k: v for k, v in raw.items() if k not in {"sample_from_anchor", "dspark_provenance"}}
+    (theirs / "config.json").write_text(json.dumps(kept))
+    head = load_file(str(tmp_path / "target" / "model.safetensors"))["lm_head.weight"]
+    tensors = load_file(str(tmp_path / "run" / "draft" / "model.safetensors"))
+    save_file({**tensors, "lm_head.weight": head}, theirs / "model.safetensors")
+    bench = ["bench", str(theirs), "--prompts", str(tmp_path / "prompts.jsonl"),
+             "bench.prompts_per_category=2", "bench.repeats=1", "bench.max_new_tokens=8"]  # fmt: skip
+    unnamed = dspark(*bench)
+    assert unnamed.returncode == 1
+    assert "--target" in unnamed.stderr
+    named = dspark(*bench, "--target", str(tmp_path / "target"))
+    assert named.returncode == 0, named.stderr
+    assert "2 of 2" in named.stdout

@@ -111,7 +111,8 @@ def _from_speculators(raw: dict[str, Any], where: str) -> dict[str, Any]:
                 "Only a vanilla head can hold a reduced vocabulary; serve it where it was made.",
             )
         out["markov_rank"] += 1
-    out["dspark_provenance"] = {CONVERTED: "speculators", "target": target}
+    named = {} if target is None else {"target": target}
+    out["dspark_provenance"] = {CONVERTED: "speculators", **named}
     return out
 
 
