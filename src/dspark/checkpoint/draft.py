@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save
 from dspark.artifacts import atomic_json, atomic_write, sha256_file
 from dspark.checkpoint.foreign import CONVERTED, HEAD, our_fields, our_tensors
 from dspark.config.architecture import DraftConfig
-from dspark.errors import CheckpointError
+from dspark.config.load import parse_draft_config
+from dspark.errors import CheckpointError, ConfigError
 from dspark.model.draft import DSparkDraft
 
 WEIGHTS = "model.safetensors"
@@ -51,7 +52,11 @@ def read_config(folder: Path) -> tuple[DraftConfig, dict[str, Any]]:
     path = folder / CONFIG
     try:
         raw = our_fields(json.loads(path.read_text(encoding="utf-8")), str(path))
-        return DraftConfig.from_json(raw), dict(raw.get(PROVENANCE, {}))
+        return parse_draft_config(raw, str(path)), dict(raw.get(PROVENANCE, {}))
+    except ConfigError as error:
+        raise CheckpointError(
+            expected=error.expected, found=error.found, where=error.where, fix=error.fix
+        ) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(
             expected="the config.json of a DSpark draft",

@@ -140,16 +140,25 @@ def load_draft_config(path: str | Path) -> DraftConfig:
             where=str(path),
             fix="Export the draft again.",
         ) from error
+    return parse_draft_config(raw, str(path))
+
+
+def parse_draft_config(raw: dict[str, Any], where: str) -> DraftConfig:
+    """The draft that the fields of a ``config.json`` describe; ``where`` names the file.
+
+    Raises:
+        ConfigError: sizes that do not make a draft, or fields that contradict each other.
+    """
     try:
         return DraftConfig.from_json(raw)
     except ValidationError as error:
-        refuse(error, raw, draft_class(raw), str(path), ())
+        refuse(error, raw, draft_class(raw), where, ())
     except ValueError as error:
         key = str(error).split(maxsplit=1)[0]  # from_json names the key first
         raise ConfigError(
             expected="a config.json whose fields agree with each other",
             found=str(error),
-            where=f"{path}: {key}",
+            where=f"{where}: {key}",
             fix="Export the draft again, or correct the field.",
         ) from error
 
