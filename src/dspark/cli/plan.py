@@ -40,8 +40,11 @@ def plan_of(run: RunContext) -> dict[Kind, Need]:
         DataError, MissingDependencyError: a prompt source cannot be read.
     """
     target = read_sizes(run.recipe.target, run.target_files)
-    with run.screen.bar("reading prompt sources", None):
-        size = sum(prompt_bytes(prompts_of(source)) for source in run.recipe.prompts.sources)
+    size, sources = 0, run.recipe.prompts.sources
+    with run.screen.bar("reading prompt sources", len(sources)) as bar:
+        for source in sources:
+            size += prompt_bytes(prompts_of(source))
+            bar.advance()
     return Bounds(run.recipe, target, size).needs()
 
 
