@@ -157,14 +157,19 @@ def _refuse_option(option: str, belongs_to: str, source: Path) -> NoReturn:
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="An artifact or draft folder.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A recipe, an artifact or a draft checkpoint.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
-    deep: Annotated[bool, typer.Option("--deep", help="Recompute every hash.")] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Recompute every hash and read every weight.")
+    ] = False,
 ) -> None:
-    """Show what an artifact is, where it came from, and whether it is whole."""
+    """Show what a recipe makes or a folder holds, where it came from, and whether it is whole."""
     from dspark.cli.inspect import inspect_path
 
-    inspect_path(path, as_json=as_json, deep=deep)
+    if not inspect_path(path, as_json=as_json, deep=deep):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -222,15 +227,11 @@ def serve(
 
 def _print_error(error: DSparkError) -> None:
     from rich.console import Console
-    from rich.text import Text
+
+    from dspark.cli.console import print_fault
 
     console = Console(stderr=True, soft_wrap=True)
-    rows = [("Error", error.where), ("expected", error.expected), ("found", error.found)]
-    for label, text in [*rows, ("what to do", error.fix)]:
-        console.print(
-            Text(f"{label:>11}  ", style="bold red" if label == "Error" else "bold"), end=""
-        )
-        console.print(Text(text))
+    print_fault(console, "Error", error.where, error.expected, error.found, error.fix)
 
 
 def entry(arguments: list[str] | None = None) -> Any:
