@@ -12,9 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dspark.checkpoint.draft import load_draft, save_draft, verify_tensors
+from dspark.checkpoint.draft import (
+    TARGET_NOTE,
+    check_notes,
+    load_draft,
+    save_draft,
+    verify_weights,
+)
 from dspark.checkpoint.layout import EMBEDDING
-from dspark.checkpoint.published import PROVENANCE
+from dspark.checkpoint.published import PROVENANCE, read_config
 from dspark.checkpoint.shards import INDEX, WEIGHTS, open_weights
 from dspark.checkpoint.tensors import digest_of
 from dspark.config.architecture import DraftConfig
@@ -139,11 +145,33 @@ def test_weights_that_are_absent_or_damaged_are_refused(tmp_path: Path) -> None:
 
 def test_every_number_is_read_by_verification(tmp_path: Path) -> None:
     draft = saved_draft(tmp_path)
-    read = sum(count for _, count in verify_tensors(open_weights(tmp_path)))
-    assert read == sum(t.numel() * 4 for t in draft.state_dict().values())
+    counts: list[int] = []
+    _, provenance = read_config(tmp_path)
+    verify_weights(open_weights(tmp_path), provenance, counts.append)
+    assert sum(counts) == sum(t.numel() * 4 for t in draft.state_dict().values())
     change(tmp_path, lambda t: t[EMBEDDING][31].fill_(float("nan")))
     with pytest.raises(CheckpointError, match=f"{EMBEDDING} holds NaN"):
-        list(verify_tensors(open_weights(tmp_path)))
+        verify_weights(open_weights(tmp_path), {})
+
+
+def test_weights_changed_after_they_were_made_are_found(tmp_path: Path) -> None:
+    saved_draft(tmp_path)
+    _, provenance = read_config(tmp_path)
+    change(tmp_path, lambda t: t[NORM].add_(1e-3))
+    with pytest.raises(CheckpointError, match=f"{WEIGHTS} with sha256"):
+        verify_weights(open_weights(tmp_path), provenance)
+    change(tmp_path, lambda t: t[EMBEDDING].add_(1e-3))
+    with pytest.raises(CheckpointError, match=f"{EMBEDDING} with sha256"):
+        verify_weights(open_weights(tmp_path), provenance)
+
+
+def test_an_embedding_that_is_not_the_targets_is_told_from_the_hashes(tmp_path: Path) -> None:
+    saved_draft(tmp_path)
+    _, provenance = read_config(tmp_path)
+    check_notes(provenance, "here")
+    check_notes({**provenance, TARGET_NOTE: provenance["embedding"]["sha256"]}, "here")
+    with pytest.raises(CheckpointError, match="the target's embedding"):
+        check_notes({**provenance, TARGET_NOTE: 64 * "0"}, "here")
 
 
 # --- the target's embedding ----------------------------------------------------------------------

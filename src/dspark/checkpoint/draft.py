@@ -13,39 +13,68 @@ A *slim* checkpoint has no embedding; its provenance says so and holds the hash 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
-from dspark.artifacts import atomic_json, atomic_write, sha256_file
+from dspark.artifacts import atomic_json, sha256_file
 from dspark.checkpoint.foreign import CONVERTED, our_tensors
 from dspark.checkpoint.layout import EMBEDDING, Shape, meta_draft
 from dspark.checkpoint.published import CONFIG, PROVENANCE, read_config, read_raw
-from dspark.checkpoint.shards import WEIGHTS, Weights, open_weights
+from dspark.checkpoint.shards import Weights, open_weights
 from dspark.checkpoint.tensors import FORMAT_NAMES, WEIGHT_DTYPES, as_tensor, digest_of
+from dspark.checkpoint.writer import specs_of, tensor_pieces, write_weights
+from dspark.config.architecture import DraftConfig
 from dspark.errors import CheckpointError
 from dspark.model.draft import DSparkDraft
 
 EMBEDDING_NOTE = "embedding"
 """Key of the provenance block: ``included``, ``dtype`` and ``sha256`` of the embedding's bytes."""
 
+TARGET_NOTE = "target_embedding_sha256"
+"""Key of the provenance block: hash of the target's embedding in the draft's dtype."""
+
+FILES_NOTE = "files"
+"""Key of the provenance block: weight file -> ``bytes`` and ``sha256``."""
+
 
 def save_draft(
     folder: Path, draft: DSparkDraft, provenance: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """Write ``model.safetensors`` (in ``dtype``) and ``config.json`` atomically."""
-    tensors = {
-        name: tensor.detach().to("cpu", dtype).contiguous()
-        for name, tensor in draft.state_dict().items()
-    }
-    atomic_write(folder / WEIGHTS, save(tensors, {"format": "pt"}))
-    config = {**draft.config.to_json(), "torch_dtype": str(dtype).removeprefix("torch.")}
-    embedding = {"included": True, **digest_of(tensors[EMBEDDING])}
-    atomic_json(folder / CONFIG, {**config, PROVENANCE: {**provenance, EMBEDDING_NOTE: embedding}})
+    """Write the weights (in ``dtype``) and ``config.json``, each file whole or not at all."""
+    state = draft.state_dict()
+    written = write_weights(
+        folder,
+        specs_of({name: tuple(t.shape) for name, t in state.items()}, dtype),
+        lambda spec: tensor_pieces(state[spec.name], dtype),
+        hashed=frozenset({EMBEDDING}),
+    )
+    digest = written.digests[EMBEDDING]
+    write_config(folder, draft.config, dtype, provenance, digest, files=written.files)
+
+
+def write_config(
+    folder: Path,
+    config: DraftConfig,
+    dtype: torch.dtype,
+    provenance: dict[str, Any],
+    embedding_sha256: str,
+    *,
+    files: dict[str, dict[str, Any]],
+    slim: bool = False,
+) -> None:
+    """``config.json`` beside finished weights.
+
+    ``embedding_sha256`` is of the embedding's bytes in ``dtype``, whether or not it is included;
+    ``files`` maps the weight files to size and hash.
+    """
+    fields = {**config.to_json(), "torch_dtype": str(dtype).removeprefix("torch.")}
+    note = {"included": not slim, "dtype": FORMAT_NAMES[dtype], "sha256": embedding_sha256}
+    told = {**provenance, EMBEDDING_NOTE: note, FILES_NOTE: files}
+    atomic_json(folder / CONFIG, {**fields, PROVENANCE: told})
 
 
 def load_draft(
@@ -155,20 +184,57 @@ def is_slim(provenance: dict[str, Any]) -> bool:
     return isinstance(note, dict) and note.get("included") is False
 
 
-def verify_tensors(weights: Weights) -> Iterator[tuple[str, int]]:
-    """Read every byte in pieces and check that all numbers are finite; yields (name, bytes read).
-
-    Peak memory is a few pieces, whatever the size of a tensor.
+def check_notes(provenance: dict[str, Any], where: str) -> None:
+    """What the provenance says of the embedding must not contradict itself.
 
     Raises:
-        CheckpointError: names the tensor that holds NaN or infinity.
+        CheckpointError: the embedding is not the target's though both hashes are of one dtype.
     """
+    note, target = provenance.get(EMBEDDING_NOTE), provenance.get(TARGET_NOTE)
+    if isinstance(note, dict) and target is not None and note.get("sha256") != target:
+        _refuse(
+            where,
+            f"the target's embedding, sha256 {str(target)[:12]}",
+            f"{EMBEDDING} with {str(note.get('sha256'))[:12]}",
+            "It was exported without the target's embedding; export it again.",
+        )
+
+
+def verify_weights(
+    weights: Weights, provenance: dict[str, Any], on_bytes: Callable[[int], None] = lambda _: None
+) -> None:
+    """Read every byte in pieces: all numbers finite, files and embedding as recorded.
+
+    Peak memory is a few pieces, whatever the size of a tensor. Provenance without hashes (of other
+    tools) has nothing to compare with.
+
+    Raises:
+        CheckpointError: names the tensor that holds NaN or infinity, or the file of another hash.
+    """
+    note = provenance.get(EMBEDDING_NOTE)
     for name, entry in weights.entries.items():
+        digest = hashlib.sha256()
         for piece in weights.pieces(name):
             if entry.dtype in WEIGHT_DTYPES:
                 numbers = torch.frombuffer(piece, dtype=WEIGHT_DTYPES[entry.dtype])
                 _require_finite(weights.where, name, numbers)
-            yield name, len(piece)
+            if name == EMBEDDING:
+                digest.update(piece)
+            on_bytes(len(piece))
+        if name == EMBEDDING and isinstance(note, dict):
+            _require_hash(weights.where, name, note.get("sha256"), digest.hexdigest())
+    recorded = provenance.get(FILES_NOTE)
+    if isinstance(recorded, dict):
+        for file in weights.files:
+            known = recorded.get(file.path.name)
+            said = known.get("sha256") if isinstance(known, dict) else None
+            _require_hash(str(file.path), file.path.name, said, sha256_file(file.path)[1])
+
+
+def _require_hash(where: str, what: str, recorded: Any, found: str) -> None:
+    if recorded != found:
+        fix = "Copy the checkpoint again; if that does not help, it was changed after it was made."
+        _refuse(where, f"{what} with sha256 {str(recorded)[:12]}", found[:12], fix)
 
 
 def _require_finite(where: str, name: str, tensor: Tensor) -> None:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dspark.checkpoint.draft import check_tensors, is_slim, verify_tensors
+from dspark.checkpoint.draft import check_notes, check_tensors, is_slim, verify_weights
 from dspark.checkpoint.engines import engine_views
 from dspark.checkpoint.layout import (
     EMBEDDING,
@@ -88,8 +88,9 @@ def describe_checkpoint(folder: Path, *, deep: bool, screen: Screen | None) -> d
     try:
         if config is not None and weights is not None:
             check_tensors(weights, tensor_shapes(config), provenance)
+            check_notes(provenance, str(folder / CONFIG))
         if weights is not None and deep:
-            _read_all(weights, screen)
+            _read_all(weights, provenance, screen)
     except DSparkError as error:
         faults.append(error)
     out["faults"] = [
@@ -98,15 +99,13 @@ def describe_checkpoint(folder: Path, *, deep: bool, screen: Screen | None) -> d
     return out
 
 
-def _read_all(weights: Weights, screen: Screen | None) -> None:
-    total = sum(entry.bytes for entry in weights.entries.values())
+def _read_all(weights: Weights, provenance: dict[str, Any], screen: Screen | None) -> None:
     if screen is None:
-        for _ in verify_tensors(weights):
-            pass
+        verify_weights(weights, provenance)
         return
+    total = sum(entry.bytes for entry in weights.entries.values())
     with screen.bar("reading weights (MB)", total // 1_000_000) as bar:
-        for _, count in verify_tensors(weights):
-            bar.advance(count / 1_000_000)
+        verify_weights(weights, provenance, lambda count: bar.advance(count / 1_000_000))
 
 
 def _sizes(shapes: dict[str, Shape], dtypes: dict[str, str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -36,6 +37,22 @@ Overrides = Annotated[
 Plan = Annotated[
     bool, typer.Option("--plan", help="Print rows, bytes, memory and rough time; run nothing.")
 ]
+
+
+class Dtype(StrEnum):
+    """Precision of written weights."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+class EmbeddingSource(StrEnum):
+    """Where a new draft's embedding is from."""
+
+    auto = "auto"
+    target = "target"
+    random = "random"
 
 
 def _version(value: bool) -> None:
@@ -152,6 +169,33 @@ def _refuse_option(option: str, belongs_to: str, source: Path) -> NoReturn:
         found=str(source),
         where=f"dspark bench {option}",
         fix=f"Leave {option} out, or name {belongs_to}.",
+    )
+
+
+@app.command()
+def init(
+    recipe: RecipePath,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder for the checkpoint.")],
+    overrides: Overrides = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random start.")] = 0,
+    dtype: Annotated[Dtype, typer.Option(help="Of every tensor.")] = Dtype.bfloat16,
+    embedding: Annotated[
+        EmbeddingSource,
+        typer.Option(help="auto: the target's if its files are here, and never a download."),
+    ] = EmbeddingSource.auto,
+    plan: Annotated[bool, typer.Option("--plan", help="Print sizes; write nothing.")] = False,
+) -> None:
+    """Write the untrained draft of a recipe, of any size, tensor by tensor."""
+    from dspark.cli.init_draft import init_draft
+
+    init_draft(
+        recipe,
+        out,
+        overrides or [],
+        seed=seed,
+        dtype=dtype.value,
+        embedding=embedding.value,
+        plan=plan,
     )
 
 

@@ -18,7 +18,7 @@ from dspark.bench.journal import UNFINISHED as UNFINISHED_BENCH
 from dspark.bench.journal import Journal
 from dspark.bench.local import BenchPrompt, LocalBench, as_json
 from dspark.capture.embedded import capture
-from dspark.checkpoint.draft import load_draft, save_draft
+from dspark.checkpoint.draft import TARGET_NOTE, load_draft, save_draft
 from dspark.checkpoint.published import read_config
 from dspark.checkpoint.target import LoadedTarget
 from dspark.checkpoint.tensors import digest_of
@@ -173,7 +173,7 @@ def run_draft(run: RunContext, folder: Path) -> StageResult:
         )
     provenance = draft_provenance(run, target, trained)
     embedding = parts.embedding.detach().to("cpu", target.dtype).contiguous()
-    provenance["target_embedding_sha256"] = digest_of(embedding)["sha256"]
+    provenance[TARGET_NOTE] = digest_of(embedding)["sha256"]
     save_draft(folder, trained.draft, provenance, target.dtype)
     atomic_json(folder / "training.json", trained.history)
     last = trained.history["evals"][-1]
