@@ -112,7 +112,7 @@ def load_draft(
         read = ((n, as_tensor(e, weights.read(n))) for n, e in weights.entries.items())
     state: dict[str, Tensor] = {}
     for name, tensor in read:
-        _require_finite(weights.where, name, tensor)
+        require_finite(weights.where, name, tensor)
         if name == EMBEDDING and embedding is not None:
             _require_same_embedding(weights.where, tensor, embedding)
         state[name] = tensor.to(device, dtype)
@@ -217,7 +217,7 @@ def verify_weights(
         for piece in weights.pieces(name):
             if entry.dtype in WEIGHT_DTYPES:
                 numbers = torch.frombuffer(piece, dtype=WEIGHT_DTYPES[entry.dtype])
-                _require_finite(weights.where, name, numbers)
+                require_finite(weights.where, name, numbers)
             if name == EMBEDDING:
                 digest.update(piece)
             on_bytes(len(piece))
@@ -237,7 +237,7 @@ def _require_hash(where: str, what: str, recorded: Any, found: str) -> None:
         _refuse(where, f"{what} with sha256 {str(recorded)[:12]}", found[:12], fix)
 
 
-def _require_finite(where: str, name: str, tensor: Tensor) -> None:
+def require_finite(where: str, name: str, tensor: Tensor) -> None:
     # min and max carry NaN and infinity along and need no mask as large as the tensor.
     if tensor.numel() and not bool(torch.isfinite(torch.stack(tensor.aminmax())).all()):
         found = f"{name} holds NaN or infinity"

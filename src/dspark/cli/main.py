@@ -47,6 +47,13 @@ class Dtype(StrEnum):
     float32 = "float32"
 
 
+class FlavourName(StrEnum):
+    """The two published formats."""
+
+    k3 = "k3"
+    qwen3 = "qwen3"
+
+
 class EmbeddingSource(StrEnum):
     """Where a new draft's embedding is from."""
 
@@ -195,6 +202,38 @@ def init(
         seed=seed,
         dtype=dtype.value,
         embedding=embedding.value,
+        plan=plan,
+    )
+
+
+@app.command()
+def export(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN|DRAFT", help="A run's folder, or a draft folder.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
+    to: Annotated[
+        FlavourName, typer.Option("--to", help="The published format: that of the draft's flavour.")
+    ],
+    slim: Annotated[bool, typer.Option("--slim", help="Leave the target's embedding out.")] = False,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Of every tensor; left out, as they are.")
+    ] = None,
+    max_shard_size: Annotated[
+        float | None, typer.Option(min=0.001, help="Largest weight file in GB.")
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Check and print sizes only.")] = False,
+) -> None:
+    """Write a draft as engines load it: weights, config.json and a model card, all checked."""
+    from dspark.cli.export import export_draft
+
+    export_draft(
+        source,
+        out,
+        to=to.value,
+        dtype=None if dtype is None else dtype.value,
+        slim=slim,
+        max_shard_gb=max_shard_size,
         plan=plan,
     )
 
