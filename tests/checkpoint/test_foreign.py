@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dspark.checkpoint.draft import load_draft, read_config, save_draft
+from dspark.checkpoint.draft import load_draft, save_draft
 from dspark.checkpoint.foreign import format_of
+from dspark.checkpoint.published import read_config
 from dspark.config.architecture import Qwen3DraftConfig
 from dspark.errors import CheckpointError
 from dspark.model.draft import DSparkDraft

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, Qwen3Config
 
-from dspark.checkpoint.draft import load_draft, read_config, save_draft
+from dspark.checkpoint.draft import load_draft, save_draft
 from dspark.checkpoint.hf import DSparkConfig, DSparkModel
+from dspark.checkpoint.published import read_config
 from dspark.config.architecture import DraftConfig, K3DraftConfig, Qwen3DraftConfig
 from dspark.errors import CheckpointError, TargetError
 from dspark.hf import register

@@ -53,6 +53,7 @@ def test_checkpoint_names_its_target_and_copies_its_embedding_bit_exactly(
     assert provenance["norm_state"] == "post"
     embedding = load_file(str(tiny_target / "model.safetensors"))["model.embed_tokens.weight"]
     assert draft.embed_tokens.weight.equal(embedding)
+    assert provenance["embedding"]["sha256"] == provenance["target_embedding_sha256"]
 
 
 def test_rerun_does_nothing_and_an_override_redoes_only_what_depends_on_it(

@@ -17,7 +17,7 @@ from dspark.config.architecture import (
     Qwen3DraftConfig,
     RopeParameters,
 )
-from dspark.config.load import load_draft_config
+from dspark.config.load import parse_draft_config, read_json_object
 from dspark.errors import ConfigError
 
 KIMI_K3: dict[str, Any] = {
@@ -83,6 +83,11 @@ QWEN3_SAID: dict[str, Any] = {
     "target_hidden_size": 2560,
     "target_num_hidden_layers": 36,
 }
+
+
+def load_draft_config(path: Path) -> DraftConfig:
+    path = path / "config.json" if path.is_dir() else path
+    return parse_draft_config(read_json_object(path, "a config.json"), str(path))
 
 
 def write_config(tmp_path: Path, **changes: Any) -> Path:

@@ -41,7 +41,14 @@ from dspark.artifacts.manifest import (
 )
 from dspark.artifacts.record import SCHEMA_VERSION, STAGE, Done
 from dspark.artifacts.stage import attempt, begin, complete, completed, finish, is_current
-from dspark.artifacts.storage import atomic_json, atomic_write, sha256_file, storage_guard
+from dspark.artifacts.storage import (
+    atomic_file,
+    atomic_folder,
+    atomic_json,
+    atomic_write,
+    sha256_file,
+    storage_guard,
+)
 
 __all__ = [
     "MANIFEST",
@@ -56,6 +63,8 @@ __all__ = [
     "Origin",
     "Parent",
     "Stopwatch",
+    "atomic_file",
+    "atomic_folder",
     "atomic_json",
     "atomic_write",
     "attempt",

@@ -13,14 +13,15 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from dspark.errors import StorageError
+from dspark.errors import ForeignArtifactError, StorageError
 
 PARTIAL = ".dspark-*.partial"
-"""Pattern of our temporary files; no finished file is ever named so."""
+"""Pattern of our temporary files and folders; no finished file is ever named so."""
 
 
 @contextlib.contextmanager
@@ -40,22 +41,23 @@ def storage_guard(where: str | Path) -> Iterator[None]:
         ) from error
 
 
-def atomic_write(path: str | Path, content: bytes | str) -> None:
-    """Write a whole file or nothing: temporary file beside it, fsync, rename, fsync of the folder.
+@contextlib.contextmanager
+def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
+    """A file to write to, in pieces, that takes its name when the block ends: whole or not at all.
 
-    Text is encoded as UTF-8. On any failure, Ctrl-C included, the old content stays and the
-    temporary file is removed; after ``kill -9`` a later :func:`sweep_partials` removes it.
+    Temporary file beside it, fsync, rename, fsync of the folder. On any failure, Ctrl-C included,
+    the old content stays and the temporary file is removed; after ``kill -9`` a later
+    :func:`sweep_partials` removes it.
 
     Raises:
         StorageError: disk full, not writable, or the folder does not exist.
     """
     path = Path(path)
-    data = content.encode() if isinstance(content, str) else content
-    temporary = path.with_name(PARTIAL.replace("*", secrets.token_hex(8)))
+    temporary = _partial(path)
     with storage_guard(path):
         try:
             with open(temporary, "xb") as file:
-                file.write(data)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
@@ -64,6 +66,52 @@ def atomic_write(path: str | Path, content: bytes | str) -> None:
                 temporary.unlink()
             raise
         sync(path.parent)
+
+
+def atomic_write(path: str | Path, content: bytes | str) -> None:
+    """Write a whole file or nothing, see :func:`atomic_file`. Text is encoded as UTF-8.
+
+    Raises:
+        StorageError: disk full, not writable, or the folder does not exist.
+    """
+    with atomic_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: str | Path) -> Iterator[Path]:
+    """A folder to fill that takes its name when the block ends: all of its files or none.
+
+    ``path`` must not exist, or be an empty folder. Parents are made.
+
+    Raises:
+        ForeignArtifactError: something is there already; it is left alone.
+        StorageError: disk full or not writable.
+    """
+    path = Path(path)
+    if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
+        raise ForeignArtifactError(
+            expected="a new or empty folder",
+            found="something that is there already",
+            where=str(path),
+            fix="Name another folder, or move this one away.",
+        )
+    with storage_guard(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = _partial(path)
+        temporary.mkdir()
+        try:
+            yield temporary
+            sync(temporary)
+            os.replace(temporary, path)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        sync(path.parent)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(PARTIAL.replace("*", secrets.token_hex(8)))
 
 
 def atomic_json(path: str | Path, value: Any) -> None:
@@ -96,6 +144,9 @@ def sync(path: Path) -> None:
 
 
 def sweep_partials(folder: Path) -> None:
-    """Remove temporary files that a killed process left anywhere below ``folder``."""
-    for leftover in folder.rglob(PARTIAL):
-        leftover.unlink(missing_ok=True)
+    """Remove temporary files and folders that a killed process left anywhere below ``folder``."""
+    for leftover in list(folder.rglob(PARTIAL)):
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink(missing_ok=True)

@@ -13,24 +13,18 @@ Qwen3 of it. Such a folder is loaded with :meth:`DSparkModel.from_pretrained`.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 
-from dspark.checkpoint.draft import (
-    CONFIG,
-    PROVENANCE,
-    WEIGHTS,
-    load_draft,
-    read_config,
-    save_draft,
-)
+from dspark.checkpoint.draft import load_draft, save_draft
+from dspark.checkpoint.published import CONFIG, PROVENANCE, read_config, read_raw
+from dspark.checkpoint.shards import open_weights
 from dspark.checkpoint.source import fetch, find_target
+from dspark.checkpoint.tensors import TORCH_DTYPES
 from dspark.config.architecture import DraftConfig
 from dspark.errors import CheckpointError
 from dspark.model.draft import DSparkDraft
@@ -194,16 +188,15 @@ class DSparkModel(_ModelBase):
 def _config_of(folder: Path) -> DSparkConfig:
     """The folder's config, of whatever tool; its dtype is the weights' own where nobody says it."""
     draft, provenance = read_config(folder)
-    raw = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    raw = read_raw(folder)
     dtype = raw.get("torch_dtype") or raw.get("dtype") or _stored_dtype(folder)
     return DSparkConfig(**draft.to_json(), **{PROVENANCE: provenance}, torch_dtype=dtype)
 
 
 def _stored_dtype(folder: Path) -> str:
     """dtype of the first tensor of the file."""
-    with safe_open(str(folder / WEIGHTS), framework="pt") as file:
-        first = next(iter(file.keys()))
-        return str(file.get_tensor(first).dtype).removeprefix("torch.")
+    first = next(iter(open_weights(folder).entries.values()))
+    return str(TORCH_DTYPES[first.dtype]).removeprefix("torch.")
 
 
 def register() -> None:

@@ -17,8 +17,7 @@ from dspark.checkpoint.pretrained import count_parameters, read_config, text_siz
 from dspark.checkpoint.source import CONFIG_FILES, TargetFiles, fetch
 from dspark.checkpoint.target import shape_of
 from dspark.config.recipe import TargetSection
-from dspark.config.resolve import TargetShape
-from dspark.config.target import TargetConfig
+from dspark.config.target import TargetConfig, TargetShape
 from dspark.model.target import DecoderTarget
 
 WIDTH = {"float32": 4, "bfloat16": 2}
@@ -28,24 +27,29 @@ WIDTH = {"float32": 4, "bfloat16": 2}
 class TargetSizes:
     """Sizes of a target: what a draft depends on, and what it weighs.
 
-    ``row_bytes`` is what one token takes in the caches of all layers. ``own_decoder``: our decoder
-    runs it, which keeps a second, packed copy of its matrices on a CPU.
+    ``active`` are the parameters one token goes through, fewer than all in a mixture of experts
+    whose recipe says so. ``row_bytes`` is what one token takes in the caches of all layers.
+    ``own_decoder``: our decoder runs it, which keeps a second, packed copy of its matrices on a
+    CPU.
     """
 
     shape: TargetShape
     parameters: int
+    active: int
     row_bytes: int
     own_decoder: bool
 
 
 def read_sizes(section: TargetSection, files: TargetFiles) -> TargetSizes:
-    """Sizes of the target in ``files``.
+    """Sizes of the target in ``files``, or those the recipe writes down (``target.sizes``).
 
     Raises:
         ConfigError: ``target.max_context`` is beyond the target's own.
         TargetError: no such target, no network, or a config that cannot be read.
         MissingDependencyError: an optional package is needed (names it or the extra).
     """
+    if section.sizes is not None:
+        return _told(shape_of(section, section.sizes.model_dump()), section.sizes, section)
     files = fetch(files, CONFIG_FILES)
     width = WIDTH[section.dtype]
     if files.gguf is not None:
@@ -61,7 +65,8 @@ def read_sizes(section: TargetSection, files: TargetFiles) -> TargetSizes:
         return _own(shape, TargetConfig.from_hf(sizes), width)
     except ValueError:  # a family the adapter runs
         row = shape.num_hidden_layers * _adapter_row(shape, sizes) * width
-        return TargetSizes(shape, count_parameters(files, whole), row, own_decoder=False)
+        count = count_parameters(files, whole)
+        return TargetSizes(shape, count, count, row, own_decoder=False)
 
 
 def _own(shape: TargetShape, config: TargetConfig, width: int) -> TargetSizes:
@@ -72,7 +77,16 @@ def _own(shape: TargetShape, config: TargetConfig, width: int) -> TargetSizes:
     parameters = sum(p.numel() for p in model.parameters())
     if config.tie_word_embeddings:
         parameters -= shape.vocab_size * shape.hidden_size  # one matrix, which both share
-    return TargetSizes(shape, parameters, numbers * width, own_decoder=True)
+    return TargetSizes(shape, parameters, parameters, numbers * width, own_decoder=True)
+
+
+def _told(shape: TargetShape, told: TargetShape, section: TargetSection) -> TargetSizes:
+    """From what a recipe says; a dense decoder is assumed where it names no parameters."""
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    body = shape.num_hidden_layers * (3 * hidden * inner + 4 * hidden * hidden)
+    count = told.parameters or body + 2 * shape.vocab_size * hidden
+    row = shape.num_hidden_layers * _adapter_row(shape, {}) * WIDTH[section.dtype]
+    return TargetSizes(shape, count, told.active_parameters or count, row, own_decoder=False)
 
 
 def _adapter_row(shape: TargetShape, sizes: dict[str, Any]) -> int:

@@ -17,8 +17,7 @@ from dspark.checkpoint.gguf import GGUFFile, require_gguf
 from dspark.checkpoint.pretrained import read_config, read_model, read_tokenizer, text_sizes
 from dspark.checkpoint.source import TargetFiles, fetch, find_target, first_line, weight_files
 from dspark.config.recipe import TargetSection
-from dspark.config.resolve import TargetShape
-from dspark.config.target import TargetConfig
+from dspark.config.target import TargetConfig, TargetShape, check_shape
 from dspark.errors import ConfigError, TargetError
 from dspark.model.hf_target import HFTarget
 from dspark.model.target import DecoderTarget, Target
@@ -87,7 +86,8 @@ def load_target(section: TargetSection, files: TargetFiles | None = None) -> Loa
     """Load what ``section`` names, from ``files`` when they have been fetched before.
 
     Raises:
-        ConfigError: ``target.max_context`` is beyond the target's own, or no such device.
+        ConfigError: ``target.max_context`` is beyond the target's own, ``target.sizes`` say
+            otherwise than the target, or no such device.
         TargetError: unreadable or incomplete, or a hub id without a network.
         MissingDependencyError: an optional package is needed (names it or the extra).
     """
@@ -142,8 +142,11 @@ def shape_of(section: TargetSection, sizes: dict[str, Any]) -> TargetShape:
     """Sizes under a transformers config's names, with the context the recipe asks for.
 
     Raises:
-        ConfigError: the recipe asks for a longer context than the target has.
+        ConfigError: the recipe asks for a longer context than the target has, or its
+            ``target.sizes`` say otherwise than the target (names the key).
     """
+    if section.sizes is not None:
+        check_shape(section.sizes, TargetShape.from_hf(sizes))
     limit = sizes.get("max_position_embeddings")
     if limit is not None and section.max_context > limit:
         raise ConfigError(
@@ -152,7 +155,7 @@ def shape_of(section: TargetSection, sizes: dict[str, Any]) -> TargetShape:
             where="target.max_context",
             fix=f"Set target.max_context to {limit} or less.",
         )
-    return TargetShape.from_hf(sizes, section.max_context)
+    return TargetShape.from_hf(sizes).within(section.max_context)
 
 
 def _device(name: str) -> torch.device:

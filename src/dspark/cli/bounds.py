@@ -128,7 +128,7 @@ class Bounds:
         prefill = batch * self.recipe.prompts.max_prompt_tokens
         memory = self._weights() + cache + self._forward(prefill)
         memory += 4 * batch * shape.vocab_size * 4 + 40 * self.tokens
-        work = self.train_rows * section.max_new_tokens * 2 * self.target.parameters
+        work = self.train_rows * section.max_new_tokens * 2 * self.target.active
         seconds = work / (self.rate * DECODE_SHARE)
         return Need(self.train_rows, lines + self.manifest, lines, memory, seconds)
 
@@ -141,7 +141,7 @@ class Bounds:
         memory = self._weights()
         memory += self._forward(batch) + taps + logits + 2 * batch * self.target.row_bytes
         memory += 40 * self.tokens
-        seconds = self.tokens * 2 * self.target.parameters / self.rate
+        seconds = self.tokens * 2 * self.target.active / self.rate
         return Need(self.train_rows, disk + self.manifest, 0, memory, seconds)
 
     def _draft(self) -> Need:

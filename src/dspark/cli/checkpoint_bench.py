@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from dspark.artifacts import atomic_json
 from dspark.cli.console import Screen
@@ -81,7 +82,7 @@ def _section(overrides: list[str]) -> BenchSection:
 
 
 def _table(folder: Path, rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=str(folder), title_justify="left")
+    table = Table(title=Text(str(folder)), title_justify="left")
     columns = ("T", "acceptance", "95 %", "plain tok/s", "draft tok/s", "speed-up", "identical")
     for name in columns:
         table.add_column(name, justify="right")

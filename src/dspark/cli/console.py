@@ -19,6 +19,16 @@ from rich.progress import (
 from rich.text import Text
 
 
+def print_fault(
+    console: Console, label: str, where: str, expected: str, found: str, fix: str
+) -> None:
+    """The four parts of an error, each on a line of its own; ``label`` heads the first."""
+    rows = ((label, where), ("expected", expected), ("found", found), ("what to do", fix))
+    for name, text in rows:
+        style = "bold red" if name == label else "bold"
+        console.print(Text.assemble((f"{name:>11}  ", style), text), highlight=False)
+
+
 class Bar:
     """A running progress bar; ``total`` may change (a trainer that has just timed itself)."""
 
@@ -40,7 +50,9 @@ class Screen:
         self.console = console or Console()
 
     def stage(self, name: str, text: str) -> None:
-        self.console.print(f"[bold]{name:>10}[/]  {text}", highlight=False)
+        # Text, not markup: paths and names may hold brackets.
+        line = Text.assemble((f"{name:>10}", "bold"), "  ", text)
+        self.console.print(line, highlight=False)
 
     def path(self, name: str, where: Path) -> None:
         """A place on disk, whole and on one line, to be copied from the screen."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dspark.artifacts import Kind, Origin
 from dspark.cli.console import Screen
 from dspark.config.recipe import Recipe
+from dspark.config.target import TargetShape
 
 if TYPE_CHECKING:
     from dspark.checkpoint.identity import FileHashes
@@ -67,6 +68,13 @@ class RunContext:
         return file_hashes(self.fetched_files)
 
     @cached_property
+    def shape(self) -> TargetShape:
+        """The target's sizes: from the recipe, or else from its config alone."""
+        from dspark.checkpoint.sizes import read_sizes
+
+        return read_sizes(self.recipe.target, self.target_files).shape
+
+    @cached_property
     def target(self) -> LoadedTarget:
         """The target, loaded once and only when a stage needs it."""
         from dspark.checkpoint.target import load_target
@@ -92,7 +100,7 @@ class RunContext:
         """What must be equal for work on this target to stay current."""
         hashes = self.file_hashes
         return {
-            **self.recipe.target.model_dump(mode="json", exclude={"device"}),
+            **self.recipe.target.model_dump(mode="json", exclude={"device", "sizes"}),
             "found_revision": self.fetched_files.revision,
             "weights_hash": hashes.weights,
             "config_hash": hashes.config,

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from dspark.checkpoint.draft import CONFIG, load_draft
+from dspark.checkpoint.draft import load_draft
 from dspark.checkpoint.foreign import format_of, our_fields
 from dspark.checkpoint.pretrained import read_tokenizer
+from dspark.checkpoint.published import CONFIG
 from dspark.checkpoint.source import find_target
 from dspark.cli.console import Screen
 from dspark.cli.doctor_target import Request, beside_target, token_checks

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dspark.checkpoint.draft import CONFIG, read_config
+from dspark.checkpoint.published import CONFIG, read_config
 from dspark.checkpoint.target import LoadedTarget, load_target
 from dspark.cli.console import Screen
 from dspark.cli.provenance import target_identity

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -36,6 +37,29 @@ Overrides = Annotated[
 Plan = Annotated[
     bool, typer.Option("--plan", help="Print rows, bytes, memory and rough time; run nothing.")
 ]
+
+
+class Dtype(StrEnum):
+    """Precision of written weights."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+class FlavourName(StrEnum):
+    """The two published formats."""
+
+    k3 = "k3"
+    qwen3 = "qwen3"
+
+
+class EmbeddingSource(StrEnum):
+    """Where a new draft's embedding is from."""
+
+    auto = "auto"
+    target = "target"
+    random = "random"
 
 
 def _version(value: bool) -> None:
@@ -156,15 +180,79 @@ def _refuse_option(option: str, belongs_to: str, source: Path) -> NoReturn:
 
 
 @app.command()
-def inspect(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="An artifact or draft folder.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
-    deep: Annotated[bool, typer.Option("--deep", help="Recompute every hash.")] = False,
+def init(
+    recipe: RecipePath,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder for the checkpoint.")],
+    overrides: Overrides = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random start.")] = 0,
+    dtype: Annotated[Dtype, typer.Option(help="Of every tensor.")] = Dtype.bfloat16,
+    embedding: Annotated[
+        EmbeddingSource,
+        typer.Option(help="auto: the target's if its files are here, and never a download."),
+    ] = EmbeddingSource.auto,
+    plan: Annotated[bool, typer.Option("--plan", help="Print sizes; write nothing.")] = False,
 ) -> None:
-    """Show what an artifact is, where it came from, and whether it is whole."""
+    """Write the untrained draft of a recipe, of any size, tensor by tensor."""
+    from dspark.cli.init_draft import init_draft
+
+    init_draft(
+        recipe,
+        out,
+        overrides or [],
+        seed=seed,
+        dtype=dtype.value,
+        embedding=embedding.value,
+        plan=plan,
+    )
+
+
+@app.command()
+def export(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN|DRAFT", help="A run's folder, or a draft folder.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
+    to: Annotated[
+        FlavourName, typer.Option("--to", help="The published format: that of the draft's flavour.")
+    ],
+    slim: Annotated[bool, typer.Option("--slim", help="Leave the target's embedding out.")] = False,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Of every tensor; left out, as they are.")
+    ] = None,
+    max_shard_size: Annotated[
+        float | None, typer.Option(min=0.001, help="Largest weight file in GB.")
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Check and print sizes only.")] = False,
+) -> None:
+    """Write a draft as engines load it: weights, config.json and a model card, all checked."""
+    from dspark.cli.export import export_draft
+
+    export_draft(
+        source,
+        out,
+        to=to.value,
+        dtype=None if dtype is None else dtype.value,
+        slim=slim,
+        max_shard_gb=max_shard_size,
+        plan=plan,
+    )
+
+
+@app.command()
+def inspect(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A recipe, an artifact or a draft checkpoint.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Recompute every hash and read every weight.")
+    ] = False,
+) -> None:
+    """Show what a recipe makes or a folder holds, where it came from, and whether it is whole."""
     from dspark.cli.inspect import inspect_path
 
-    inspect_path(path, as_json=as_json, deep=deep)
+    if not inspect_path(path, as_json=as_json, deep=deep):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -222,15 +310,11 @@ def serve(
 
 def _print_error(error: DSparkError) -> None:
     from rich.console import Console
-    from rich.text import Text
+
+    from dspark.cli.console import print_fault
 
     console = Console(stderr=True, soft_wrap=True)
-    rows = [("Error", error.where), ("expected", error.expected), ("found", error.found)]
-    for label, text in [*rows, ("what to do", error.fix)]:
-        console.print(
-            Text(f"{label:>11}  ", style="bold red" if label == "Error" else "bold"), end=""
-        )
-        console.print(Text(text))
+    print_fault(console, "Error", error.where, error.expected, error.found, error.fix)
 
 
 def entry(arguments: list[str] | None = None) -> Any:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dspark.artifacts import Kind
-from dspark.checkpoint.draft import read_config
+from dspark.checkpoint.published import read_config
 from dspark.checkpoint.sizes import read_sizes
 from dspark.checkpoint.source import find_target
 from dspark.cli.bounds import (

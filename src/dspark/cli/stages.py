@@ -18,8 +18,10 @@ from dspark.bench.journal import UNFINISHED as UNFINISHED_BENCH
 from dspark.bench.journal import Journal
 from dspark.bench.local import BenchPrompt, LocalBench, as_json
 from dspark.capture.embedded import capture
-from dspark.checkpoint.draft import load_draft, read_config, save_draft
+from dspark.checkpoint.draft import TARGET_NOTE, load_draft, save_draft
+from dspark.checkpoint.published import read_config
 from dspark.checkpoint.target import LoadedTarget
+from dspark.checkpoint.tensors import digest_of
 from dspark.cli.console import Screen
 from dspark.cli.context import RunContext, StageResult
 from dspark.cli.provenance import draft_provenance
@@ -170,6 +172,8 @@ def run_draft(run: RunContext, folder: Path) -> StageResult:
             on_note=lambda text: run.screen.console.print(f"{'':>12}{text}", highlight=False),
         )
     provenance = draft_provenance(run, target, trained)
+    embedding = parts.embedding.detach().to("cpu", target.dtype).contiguous()
+    provenance[TARGET_NOTE] = digest_of(embedding)["sha256"]
     save_draft(folder, trained.draft, provenance, target.dtype)
     atomic_json(folder / "training.json", trained.history)
     last = trained.history["evals"][-1]
@@ -245,7 +249,11 @@ def bench_draft(
     config, _ = read_config(checkpoint)
     model = target.build(config.target_layer_ids)
     draft, _ = load_draft(
-        checkpoint, dtype=target.dtype, device=target.device, head=model.head_weight()
+        checkpoint,
+        dtype=target.dtype,
+        device=target.device,
+        head=model.head_weight(),
+        embedding=model.embedding_weight(),
     )
     drafter = Drafter(draft, model.head_weight())
     ends = end_ids(target)

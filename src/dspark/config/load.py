@@ -116,20 +116,15 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         refuse(error, data, Recipe, str(path), touched)
 
 
-def load_draft_config(path: str | Path) -> DraftConfig:
-    """Read a draft's ``config.json`` (or the folder that holds one).
+def read_json_object(path: Path, what: str) -> dict[str, Any]:
+    """One JSON object from a file in which every key occurs once and every number is finite.
 
     Raises:
-        ConfigError: unreadable file, broken JSON, or sizes that do not make a draft.
+        ConfigError: unreadable, not UTF-8, not JSON, or no object; ``what`` says what it should be.
     """
-    path = Path(path)
-    if path.is_dir():
-        path = path / "config.json"
     try:
         raw = json.loads(
-            _read_text(path, "a draft's config.json"),
-            object_pairs_hook=_unique_keys,
-            parse_constant=_refuse_constant,
+            _read_text(path, what), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant
         )
         if not isinstance(raw, dict):
             raise ValueError(f"a {type(raw).__name__} instead of an object")
@@ -140,7 +135,7 @@ def load_draft_config(path: str | Path) -> DraftConfig:
             where=str(path),
             fix="Export the draft again.",
         ) from error
-    return parse_draft_config(raw, str(path))
+    return raw
 
 
 def parse_draft_config(raw: dict[str, Any], where: str) -> DraftConfig:

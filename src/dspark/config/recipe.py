@@ -22,6 +22,7 @@ from dspark.config.architecture import (
     RopeParameters,
 )
 from dspark.config.layers import check_layer_order
+from dspark.config.target import TargetShape
 
 Category = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$")]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -41,13 +42,18 @@ Temperature = Annotated[float, Field(ge=0, le=5), AfterValidator(_greedy_or_warm
 
 
 class TargetSection(Frozen):
-    """The big model: ``package:NAME`` (a GGUF shipped in a Python package), a path or a hub id."""
+    """The big model: ``package:NAME`` (a GGUF shipped in a Python package), a path or a hub id.
+
+    ``sizes`` writes its sizes down, for targets whose files are not on this machine; they are
+    checked against the target when it is loaded.
+    """
 
     source: str = Field(min_length=1)
     revision: str | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "auto"
     max_context: PositiveInt = 2048
+    sizes: TargetShape | None = None
 
 
 class OrderTicketSource(Frozen):

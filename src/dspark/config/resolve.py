@@ -6,50 +6,13 @@ checked here, and their errors carry the recipe's key path like every other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from dspark.config.architecture import DraftConfig, K3DraftConfig, Qwen3DraftConfig
 from dspark.config.layers import default_layer_ids
 from dspark.config.recipe import DraftSection
+from dspark.config.target import TargetShape
 from dspark.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class TargetShape:
-    """The few sizes of a target that a draft depends on."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-
-    @staticmethod
-    def from_hf(raw: dict[str, Any], max_context: int) -> TargetShape:
-        """From a Hugging Face text config's ``to_dict()``; the draft sees ``max_context`` tokens.
-
-        Where a family has no such number the usual one stands in: four times the hidden size for
-        the MLP, as many key/value heads as heads, hidden size over heads for a head.
-        """
-        hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
-        # A latent target's own head_dim is that of its rotated part alone.
-        head_dim = None if raw.get("kv_lora_rank") else raw.get("head_dim")
-        return TargetShape(
-            hidden_size=hidden,
-            intermediate_size=int(raw.get("intermediate_size") or 4 * hidden),
-            num_hidden_layers=int(raw["num_hidden_layers"]),
-            num_attention_heads=heads,
-            num_key_value_heads=int(raw.get("num_key_value_heads") or heads),
-            head_dim=int(head_dim or hidden // heads),
-            vocab_size=int(raw["vocab_size"]),
-            max_position_embeddings=max_context,
-            rms_norm_eps=float(raw.get("rms_norm_eps") or 1e-5),
-        )
 
 
 def layer_ids(section: DraftSection, num_layers: int) -> tuple[int, ...]:

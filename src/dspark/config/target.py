@@ -1,4 +1,8 @@
-"""What a target is, as far as our own decoder needs to know: sizes read from its config.json.
+"""What a target is, as far as a draft and our own decoder need to know: sizes of its config.json.
+
+:class:`TargetShape` is the little a draft depends on. A recipe may write it down
+(``target.sizes``), which lets plan, init and inspect work where the target's files are not; the
+real target is checked against it when it is loaded (:func:`check_shape`).
 
 ``TargetConfig.from_hf`` covers the Llama / Qwen2 / Qwen3 / SmolLM family (GQA) and the dense
 DeepSeek-V3 kind (MLA). Anything else is a ``ValueError`` naming the reason; such targets run
@@ -9,9 +13,87 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from dspark.config.architecture import Frozen, RopeParameters
+from dspark.errors import ConfigError
+
+
+class TargetShape(Frozen):
+    """The few sizes of a target that a draft depends on, named as in its config.json.
+
+    Left out, ``num_key_value_heads`` is the number of heads and ``head_dim`` hidden size over
+    heads. ``parameters`` and ``active_parameters`` (per token, of a mixture of experts) are only
+    for ``--plan``: rounded figures will do and nothing checks them.
+    """
+
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    head_dim: PositiveInt
+    vocab_size: PositiveInt
+    max_position_embeddings: PositiveInt
+    rms_norm_eps: float = Field(gt=0)
+    parameters: PositiveInt | None = None
+    active_parameters: PositiveInt | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_heads(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        hidden, heads = data.get("hidden_size"), data.get("num_attention_heads")
+        if not (isinstance(hidden, int) and isinstance(heads, int) and heads > 0):
+            return data
+        return {"num_key_value_heads": heads, "head_dim": hidden // heads, **data}
+
+    @classmethod
+    def from_hf(cls, raw: dict[str, Any]) -> TargetShape:
+        """From a Hugging Face text config's ``to_dict()``.
+
+        Where a family has no such number the usual one stands in: four times the hidden size for
+        the MLP, as many key/value heads as heads, hidden size over heads for a head.
+        """
+        hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
+        # A latent target's own head_dim is that of its rotated part alone.
+        head_dim = None if raw.get("kv_lora_rank") else raw.get("head_dim")
+        return cls(
+            hidden_size=hidden,
+            intermediate_size=int(raw.get("intermediate_size") or 4 * hidden),
+            num_hidden_layers=int(raw["num_hidden_layers"]),
+            num_attention_heads=heads,
+            num_key_value_heads=int(raw.get("num_key_value_heads") or heads),
+            head_dim=int(head_dim or hidden // heads),
+            vocab_size=int(raw["vocab_size"]),
+            max_position_embeddings=int(raw.get("max_position_embeddings") or 1 << 30),
+            rms_norm_eps=float(raw.get("rms_norm_eps") or 1e-5),
+        )
+
+    def within(self, max_context: int) -> TargetShape:
+        """The shape of the same target run with at most ``max_context`` positions."""
+        limit = min(self.max_position_embeddings, max_context)
+        return self.model_copy(update={"max_position_embeddings": limit})
+
+
+def check_shape(written: TargetShape | None, real: TargetShape) -> None:
+    """Compare a recipe's ``target.sizes`` with the target that was really loaded.
+
+    Raises:
+        ConfigError: names ``target.sizes.<key>`` of the first difference.
+    """
+    if written is None:
+        return
+    for key, value in real.model_dump(exclude={"parameters", "active_parameters"}).items():
+        said = getattr(written, key)
+        if said != value:
+            raise ConfigError(
+                expected=f"{value}, which the target itself has",
+                found=str(said),
+                where=f"target.sizes.{key}",
+                fix="Correct the size, or leave target.sizes out: the target's files are here.",
+            )
 
 
 class TargetConfig(Frozen):

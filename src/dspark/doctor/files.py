@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark.artifacts import MANIFEST, verify
-from dspark.checkpoint.draft import CONFIG
+from dspark.checkpoint.published import CONFIG
 from dspark.config.layers import check_layer_ids
 from dspark.doctor.findings import Check, failed, passed, skipped, warned
 from dspark.doctor.predicates import provenance_of

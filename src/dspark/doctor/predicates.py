@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from dspark.checkpoint.draft import PROVENANCE
+from dspark.checkpoint.published import PROVENANCE
 
 Raw = Mapping[str, Any]
 Broken = Callable[[Raw], str | None]

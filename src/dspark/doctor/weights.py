@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dspark.checkpoint.draft import WEIGHTS
+from dspark.checkpoint.shards import WEIGHTS
 from dspark.doctor.findings import Check, failed, passed, skipped
 from dspark.doctor.predicates import provenance_of
 

@@ -1,0 +1,154 @@
+"""``dspark export``: a finished draft as the folder that engines load and people publish."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from dspark import __version__
+from dspark.artifacts import MANIFEST, read_manifest, sha256_file
+from dspark.bench.results import Summary
+from dspark.cli.console import Screen
+from dspark.config.architecture import Flavour
+from dspark.errors import ArtifactError, CheckpointError
+
+if TYPE_CHECKING:
+    from dspark.checkpoint.card import Figures
+
+
+def export_draft(
+    source: Path,
+    out: Path,
+    *,
+    to: Flavour,
+    dtype: str | None,
+    slim: bool,
+    max_shard_gb: float | None,
+    plan: bool,
+) -> None:
+    """Export the draft of a run (its folder) or a draft folder into the new folder ``out``.
+
+    Raises:
+        CheckpointError: no draft there, an unsound one, or one of another flavour.
+        StorageError: not enough room, or not writable.
+        ForeignArtifactError: ``out`` holds something.
+    """
+    import torch
+
+    from dspark.checkpoint.card import model_card
+    from dspark.checkpoint.draft import content_hash
+    from dspark.checkpoint.export import open_export, write_export
+    from dspark.checkpoint.layout import EMBEDDING
+    from dspark.checkpoint.tensorfile import ITEM_BYTES
+
+    screen = Screen()
+    folder = draft_folder(source)
+    found = open_export(folder, to)
+    kind = None if dtype is None else getattr(torch, dtype)
+    figures = figures_of(folder, screen)
+    entries = {n: e for n, e in found.weights.entries.items() if not (slim and n == EMBEDDING)}
+    numbers = {n: e.bytes // ITEM_BYTES[e.dtype] for n, e in entries.items()}
+    total = sum(
+        count * kind.itemsize if kind else entries[name].bytes for name, count in numbers.items()
+    )
+    name = str(kind or found.stored).removeprefix("torch.")
+    screen.stage("draft", f"{folder}: {len(entries)} tensors, {total / 1e9:.2f} GB in {name}")
+    screen.stage("figures", f"{len(figures.rows)} measured rows" if figures else "none measured")
+    if plan:
+        screen.console.print(Text(f"would write {out}; nothing was written"))
+        return
+    told: dict[str, Any] = {
+        "exported_by": f"dspark {__version__}",
+        "exported_from_sha256": content_hash(folder),
+    }
+    if figures is not None:
+        expected = {**found.provenance.get("expected_acceptance", {}), "measured": figures.rows}
+        told["expected_acceptance"] = expected
+    with screen.bar("writing (MB)", total // 1_000_000) as bar:
+        write_export(
+            found,
+            out,
+            dtype=kind,
+            slim=slim,
+            told=told,
+            card=lambda written: model_card(
+                found.config,
+                {**found.provenance, **told},
+                found.shapes,
+                written.files,
+                figures,
+                name=out.name,
+                dtype=name,
+                slim=slim,
+            ),
+            max_shard_bytes=None if max_shard_gb is None else int(max_shard_gb * 1e9),
+            on_bytes=lambda count: bar.advance(count / 1_000_000),
+        )
+    screen.stage("written", str(out))
+
+
+def draft_folder(source: Path) -> Path:
+    """The draft's folder, whether a run or the draft itself was named.
+
+    Raises:
+        CheckpointError: neither.
+    """
+    for folder in (source, source / "draft"):
+        if (folder / "config.json").is_file():
+            return folder
+    raise CheckpointError(
+        expected="a run with a finished draft, or a draft folder",
+        found="no config.json" if source.is_dir() else "no such folder",
+        where=str(source),
+        fix="Name a run's folder after training, or the folder that holds config.json.",
+    )
+
+
+def figures_of(folder: Path, screen: Screen) -> Figures | None:
+    """The bench's figures for this very draft, from the run it lies in; None without any.
+
+    The bench's manifest names the draft it measured by hash, so that figures of an earlier draft in
+    the same run are never taken for those of this one.
+    """
+    from dspark.checkpoint.card import Figures
+
+    bench = folder.parent / "bench"
+    if not (folder / MANIFEST).is_file() or not (bench / MANIFEST).is_file():
+        return None
+    try:
+        manifest = read_manifest(bench, "bench")
+        measured = {parent.kind: parent.manifest_sha256 for parent in manifest.parents}
+        rows = json.loads((bench / "results.json").read_text(encoding="utf-8"))
+    except (ArtifactError, OSError, ValueError) as error:
+        screen.stage("figures", f"left out: {str(error).splitlines()[0]}")
+        return None
+    if measured.get("draft") != sha256_file(folder / MANIFEST)[1]:
+        screen.stage("figures", "left out: the bench measured another draft")
+        return None
+    return Figures(rows, _conditions(folder.parent / "summary.json", rows))
+
+
+def _conditions(path: Path, rows: list[dict[str, Any]]) -> dict[str, str]:
+    """How the rows were measured, from the run's summary if it tells of the same rows."""
+    try:
+        summary = Summary.model_validate_json(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    told = summary.model_dump(mode="json")
+    if told["results"] != rows:
+        return {}
+    machine = told["machine"]
+    device = machine.get("device") if isinstance(machine, dict) else machine
+    found = {
+        "workload": told["workload_description"],
+        "device": device,
+        "target dtype": told["dtype"],
+        "verification": told["verification"],
+        "drafts sampled": told["draft_sample_method"],
+        "commit": told["commit"],
+        "command": told["command"],
+    }
+    return {label: str(text) for label, text in found.items() if text}
