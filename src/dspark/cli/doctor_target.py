@@ -35,7 +35,7 @@ from dspark.engine.drafter import Drafter
 from dspark.errors import ArtifactError, CheckpointError, DSparkError
 
 PROMPTS = 16
-MASK_TRIALS = 8
+MASK_TRIALS = 4
 DEFAULT_CONTEXT = 2048
 
 
