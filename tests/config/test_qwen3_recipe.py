@@ -10,7 +10,8 @@ from test_architecture import QWEN3_4B, QWEN3_SAID
 
 from dspark.config.architecture import Qwen3DraftConfig
 from dspark.config.load import load_recipe
-from dspark.config.resolve import TargetShape, differences, draft_config
+from dspark.config.resolve import differences, draft_config
+from dspark.config.target import TargetShape, check_shape
 from dspark.errors import ConfigError
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -30,7 +31,10 @@ TARGET: dict[str, Any] = {
 
 def test_the_recipe_makes_the_published_draft() -> None:
     recipe = load_recipe(RECIPES / "qwen3-4b.yaml")
-    config = draft_config(recipe.draft, TargetShape.from_hf(TARGET, recipe.target.max_context))
+    sizes = recipe.target.sizes
+    assert sizes is not None
+    check_shape(sizes, TargetShape.from_hf(TARGET))
+    config = draft_config(recipe.draft, sizes.within(recipe.target.max_context))
     written = config.to_json()
     assert {key: written[key] for key in QWEN3_4B} == QWEN3_4B
     published = Qwen3DraftConfig.from_json(QWEN3_4B | QWEN3_SAID)
@@ -62,5 +66,5 @@ def test_sizes_of_the_other_flavour_are_refused_not_ignored() -> None:
 def test_a_target_that_the_section_does_not_fit_is_named(changes: dict[str, Any], key: str) -> None:
     recipe = load_recipe(RECIPES / "qwen3-4b.yaml")
     with pytest.raises(ConfigError) as caught:
-        draft_config(recipe.draft, TargetShape.from_hf(TARGET | changes, 4096))
+        draft_config(recipe.draft, TargetShape.from_hf(TARGET | changes))
     assert caught.value.where == key
