@@ -57,8 +57,9 @@ $(VLLM_STAMP): tests/real_vllm/setup_environment.sh tests/real_vllm/requirements
 demo: $(STAMP)
 	$(BIN)/dspark run $(RECIPE) $(ARGS)
 
+# One process a core, one thread each: a file's tests stay together and share what they made.
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 test-slow: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 import tiny_model
 
@@ -88,16 +89,18 @@ def tiny_target(request: pytest.FixtureRequest) -> Path:
     """Folder of the tiny target (transformers format)."""
     key = hashlib.sha256((HERE / "tiny_model.py").read_bytes()).hexdigest()[:12]
     folder = Path(request.config.cache.mkdir("tiny")) / f"target-{key}"
-    if not (folder / "done").exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        subprocess.run(
-            [sys.executable, str(HERE / "tiny_model.py"), str(folder)],
-            check=True,
-            capture_output=True,
-            timeout=280,
-            env=environment(),
-        )
-        (folder / "done").touch()
+    # Several test processes share the cache: one makes the target, the others wait for it.
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "done").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            subprocess.run(
+                [sys.executable, str(HERE / "tiny_model.py"), str(folder)],
+                check=True,
+                capture_output=True,
+                timeout=280,
+                env=environment(),
+            )
+            (folder / "done").touch()
     return folder
 
 
