@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dspark.decoding.acceptance import StepCount
+from dspark.decoding.request import TokenKind
 from dspark.engine.pages import BlockTable
 
 Status = Literal["waiting", "prefilling", "decoding", "finished"]
@@ -57,3 +59,29 @@ class Request:
         if stop <= split:
             return self.prompt[start:stop]
         return self.prompt[start:] + self.output[max(0, start - split) : stop - split]
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of a generated token under the target's own distribution, before rules and
+    temperature; ``top`` are the most likely tokens with theirs, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step gave a request.
+
+    ``tokens`` were emitted (and are not in the request's output yet), ``kinds`` and ``logprobs``
+    go with them; ``rows`` leading rows are sound now; ``count`` is None when nothing was drafted.
+    """
+
+    request: Request
+    rows: int
+    tokens: list[int]
+    kinds: list[TokenKind]
+    count: StepCount | None
+    logprobs: list[TokenLogprob]

@@ -119,10 +119,10 @@ class Scheduler:
             if request.status == "prefilling":
                 budget -= self._chunk(request, budget, plan)
         # Whoever was just pushed out for want of pages would only push others out in turn.
-        while budget > 0 and not plan.preempted and (request := self._next()) is not None:
-            if not self._admit(request, plan):
+        while budget > 0 and not plan.preempted and (first := self._next()) is not None:
+            if not self._admit(first, plan):
                 break
-            budget -= self._chunk(request, budget, plan)
+            budget -= self._chunk(first, budget, plan)
         if not plan.prefill and not plan.decode and self.unfinished:
             # Everything asked for came from the prefix cache: it decodes at once.
             return self._merged(plan, self.schedule())
