@@ -16,15 +16,15 @@ from dspark.checkpoint.pretrained import read_config, read_model
 from dspark.checkpoint.target import LoadedTarget, load_target
 from dspark.config.recipe import TargetSection
 from dspark.data.chat import prompt_ids
-from dspark.decoding.request import GenerationRequest
 from dspark.decoding.params import SamplingParams
+from dspark.decoding.request import GenerationRequest
 from dspark.decoding.sampling import target_probabilities
 from dspark.engine.decode import Decoder
 from dspark.engine.drafter import Drafter
 from dspark.engine.generate import BatchGenerator
 from dspark.errors import DecodingError
 from dspark.model.cache import Span
-from dspark.model.paged import Reads
+from engine.pairs import check_rows_after_decoding
 
 END = frozenset({2})
 
@@ -115,22 +115,7 @@ def test_counters_and_kinds_tell_the_same_story(target, drafter, prompts):
 def test_context_rows_after_decoding_equal_rows_of_a_fresh_prefill(target, drafter, prompts):
     """Rejected tokens leave no trace: rows are those of the committed text, in place."""
     core = Decoder(target, drafter, frozenset()).core
-    core.submit(prompts[0], params(1.0, 3))
-    (answer,) = core._answers.values()
-    for _ in range(7):
-        core.step()
-    request = answer.request
-    text = request.tokens(0, request.table.rows)
-    assert len(text) == request.length - 1
-    assert answer.counter.admitted > answer.counter.accepted
-    rows, first = core.runner.rows, core.runner._first_draft_layer
-    reads = Reads.of([request.table.pages], [len(text)], 16, rows.spare, target.device)
-    with torch.inference_mode():
-        out = target.forward(torch.tensor([text]), Span.alone(1, len(text), target.device), None)
-        fresh = drafter.context_rows(out.taps[0], torch.arange(len(text)))
-        for layer, new in enumerate(fresh):
-            kept = rows.read(first + layer, reads)[0][0, 0]
-            torch.testing.assert_close(kept, new, rtol=1e-4, atol=1e-5)
+    check_rows_after_decoding(core, prompts[0], params(1.0, 3))
 
 
 def test_text_depends_on_the_seed_and_nothing_else(target, drafter, prompts):

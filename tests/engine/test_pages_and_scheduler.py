@@ -211,10 +211,10 @@ def test_least_recently_used_pages_go_first_and_ends_before_beginnings() -> None
         pool.reserve(table, 8)
         pool.commit(table, range(start, start + 8), 8, 8)
         pool.close(table)
-    pool.close(pool.open(range(0, 9)))  # used again: now the newer of the two
+    pool.close(pool.open(range(9)))  # used again: now the newer of the two
     big = pool.open([9] * 13)
     assert pool.reserve(big, 13) is not None  # two free pages and two of text 100
-    assert len(pool.open(range(0, 9)).pages) == 2
+    assert len(pool.open(range(9)).pages) == 2
     assert pool.open(range(100, 109)).pages == []
 
 

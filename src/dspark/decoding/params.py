@@ -121,9 +121,7 @@ class SamplingParams:
         self._check_integer("min_new_tokens", 0, "an integer >= 0")
         if self.min_new_tokens > self.max_new_tokens:
             self._refuse("min_new_tokens", f"at most max_new_tokens ({self.max_new_tokens})")
-        if not isinstance(self.stop, tuple) or not all(
-            isinstance(s, str) and s for s in self.stop
-        ):
+        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
             self._refuse("stop", "a tuple of non-empty strings")
         if not isinstance(self.stop_ids, tuple) or not all(
             _is_integer(i) and i >= 0 for i in self.stop_ids

@@ -102,7 +102,9 @@ class EngineCore:
         prepared = [self._prepare(name, i, list(prompt), params) for i in range(params.n)]
         answers = [answer for answer, _ in prepared]
         for answer, sampler in prepared:
-            self.scheduler.add(answer.request)  # all have the same prompt: only the first may refuse
+            self.scheduler.add(
+                answer.request
+            )  # all have the same prompt: only the first may refuse
             self._answers[answer.request] = answer
             self.runner.samplers[answer.request] = sampler
             answer.request.sibling = answers[0].request if answer.index else None
@@ -200,5 +202,3 @@ def _seed_of(seed: int, index: int) -> int:
         return seed
     digest = hashlib.sha256(f"dspark/answer/{seed}/{index}".encode()).digest()
     return int.from_bytes(digest[:7], "little")
-
-

@@ -190,7 +190,9 @@ class DecoderTarget(nn.Module):
         """
         self._head = self.head_weight()
         for layer in self.layers:
-            if isinstance(layer, TargetLayer) and isinstance(layer.self_attn, LatentTargetAttention):
+            if isinstance(layer, TargetLayer) and isinstance(
+                layer.self_attn, LatentTargetAttention
+            ):
                 layer.self_attn.core.prepare_serving()
         self.lm_head, head = nn.Identity(), self.lm_head
         packed = pack_linears(self, dtype or self.dtype)
