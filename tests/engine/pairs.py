@@ -64,6 +64,7 @@ class Pair:
             options["cache_gib"] = (pages + 0.5) * per_page / 2**30
         return EngineCore(
             target or self.target, drafter, ends, decode=self.decode,
+            tokenizer=self.loaded.tokenizer,
             options=EngineOptions(**options),
         )  # fmt: skip
 

@@ -13,7 +13,7 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 from dspark.errors import DecodingError
 
@@ -30,13 +30,25 @@ class Shape(NamedTuple):
     min_p: float
 
 
+GrammarKind = Literal["json", "regex", "lark"]
+
+
 @dataclass(frozen=True)
 class Grammar:
     """What the whole answer must match: a ``json`` schema (as JSON text), a ``regex``, or a
     ``lark`` grammar."""
 
-    kind: Literal["json", "regex", "lark"]
+    kind: GrammarKind
     text: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind) or not self.text:
+            raise DecodingError(
+                expected=f"a kind of {list(get_args(GrammarKind))} and a text",
+                found=f"kind {self.kind!r}, {len(self.text)} characters",
+                where="sampling parameter grammar",
+                fix="Give grammar.kind and grammar.text.",
+            )
 
 
 @dataclass(frozen=True)

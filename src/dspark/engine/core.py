@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from dspark.config.engine import EngineOptions
 from dspark.decoding.acceptance import AcceptanceCounter
@@ -23,6 +24,7 @@ from dspark.decoding.sampling import RandomStreams
 from dspark.decoding.verify import check_modes
 from dspark.engine.answer import Answer, Delta, RequestOutput
 from dspark.engine.drafter import Drafter
+from dspark.engine.grammar import GrammarCompiler, GrammarRows
 from dspark.engine.memory import page_count
 from dspark.engine.pages import PagePool
 from dspark.engine.request import Request
@@ -43,6 +45,7 @@ class EngineCore:
         end_ids: the target's own end tokens.
         decode: ids to text, without special tokens; None gives answers without text (stop strings
             are then refused).
+        tokenizer: a Hugging Face tokenizer, needed for grammars only.
         options: see :class:`EngineOptions`.
         identity: of target and draft, for the prefix cache.
     """
@@ -54,10 +57,13 @@ class EngineCore:
         end_ids: frozenset[int],
         *,
         decode: Callable[[list[int]], str] | None = None,
+        tokenizer: Any = None,
         options: EngineOptions | None = None,
         identity: str = "",
     ) -> None:
         self.target, self.drafter, self.end_ids, self.decode = target, drafter, end_ids, decode
+        self._tokenizer = tokenizer
+        self._grammars: GrammarCompiler | None = None
         self.options = options = options or EngineOptions()
         block = drafter.block_size if drafter else 0
         self.pool = PagePool(
@@ -176,6 +182,7 @@ class EngineCore:
             one_hot=method == "greedy",
             truncate=options.truncate_draft,
             rules=rules,
+            grammar=self._grammar(params),
         )
         text = self._text(params)
         block = self.drafter.block_size if self.drafter else 0
@@ -183,17 +190,31 @@ class EngineCore:
         answer = Answer(name, index, request, params, frozenset(ends), seed, text, counter)
         return answer, sampler
 
+    def _grammar(self, params: SamplingParams) -> GrammarRows | None:
+        if params.grammar is None:
+            return None
+        if self._tokenizer is None:
+            raise _no_tokenizer("grammar")
+        if self._grammars is None:
+            size, device = self.target.vocab_size, self.target.device
+            self._grammars = GrammarCompiler(self._tokenizer, self.end_ids, size, device)
+        return self._grammars.rows(params)
+
     def _text(self, params: SamplingParams) -> TextStream | None:
         if self.decode is None:
             if params.stop:
-                raise DecodingError(
-                    expected="a tokenizer, to look for stop strings",
-                    found="an engine that was made without one",
-                    where="sampling parameter stop",
-                    fix="Use stop_ids, or make the engine with a tokenizer.",
-                )
+                raise _no_tokenizer("stop")
             return None
         return TextStream(self.decode, params.stop, include_stop=params.include_stop)
+
+
+def _no_tokenizer(name: str) -> DecodingError:
+    return DecodingError(
+        expected="an engine that knows text",
+        found="one that was made without a tokenizer",
+        where=f"sampling parameter {name}",
+        fix=f"Leave {name} out, or make the engine with a tokenizer.",
+    )
 
 
 def _seed_of(seed: int, index: int) -> int:

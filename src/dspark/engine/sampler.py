@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,15 +17,7 @@ from dspark.decoding.params import SamplingParams, Shape
 from dspark.decoding.processors import LogitRules
 from dspark.decoding.sampling import RandomStreams
 from dspark.decoding.verify import Rule
-
-
-class GrammarRows(Protocol):
-    """Which tokens a grammar allows behind the text so far and drafted tokens."""
-
-    def allowed(self, output: Sequence[int], drafted: Sequence[int]) -> list[Tensor | None]:
-        """One mask [V] (True = allowed) behind every prefix of ``drafted``, the empty one first;
-        None where the answer is over and nothing counts any more."""
-        ...
+from dspark.engine.grammar import GrammarRows
 
 
 @dataclass
@@ -89,7 +80,7 @@ class RequestSampler:
         if self.rules is not None:
             row = self.rules.apply(row.unsqueeze(0), output, drafted, len(drafted), support)[0]
         if self.grammar is not None:
-            mask = self.grammar.allowed(output, drafted)[-1]
+            mask = self.grammar.behind(output, drafted)
             if mask is None:
                 return None
             own = mask if support is None else mask[support]
