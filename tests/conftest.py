@@ -14,12 +14,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from filelock import FileLock
 
 import tiny_model
+
+if TYPE_CHECKING:
+    from engine.pairs import Pair
 
 HERE = Path(__file__).parent
 # Tensors are tiny here: a second thread costs more than it brings, and far more on a busy machine.
@@ -123,3 +127,11 @@ def tiny_run(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     done = dspark("run", str(recipe))
     assert done.returncode == 0, done.stdout + done.stderr
     return root / "run"
+
+
+@pytest.fixture(scope="session")
+def pair(tiny_run: Path, tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """The tiny target with its draft, as engines of every kind."""
+    from engine.pairs import Pair
+
+    return Pair.of(tiny_run, tiny_target, tmp_path_factory.mktemp("pair"))

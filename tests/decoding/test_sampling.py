@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dspark.decoding.params import SamplingParams
 from dspark.decoding.sampling import (
     RandomStreams,
-    SamplingParams,
     StreamName,
     _flatten_impossible,
     safe_argmax,

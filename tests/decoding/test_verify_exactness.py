@@ -20,7 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspark.decoding.sampling import SamplingParams, target_probabilities
+from dspark.decoding.params import SamplingParams
+from dspark.decoding.sampling import target_probabilities
 from dspark.decoding.verify import (
     Decision,
     Rule,

@@ -16,13 +16,15 @@ from dspark.checkpoint.pretrained import read_config, read_model
 from dspark.checkpoint.target import LoadedTarget, load_target
 from dspark.config.recipe import TargetSection
 from dspark.data.chat import prompt_ids
+from dspark.decoding.params import SamplingParams
 from dspark.decoding.request import GenerationRequest
-from dspark.decoding.sampling import SamplingParams, target_probabilities
-from dspark.engine.decode import Decoder, _Request
+from dspark.decoding.sampling import target_probabilities
+from dspark.engine.decode import Decoder
 from dspark.engine.drafter import Drafter
 from dspark.engine.generate import BatchGenerator
 from dspark.errors import DecodingError
 from dspark.model.cache import Span
+from engine.pairs import check_rows_after_decoding
 
 END = frozenset({2})
 
@@ -112,21 +114,8 @@ def test_counters_and_kinds_tell_the_same_story(target, drafter, prompts):
 
 def test_context_rows_after_decoding_equal_rows_of_a_fresh_prefill(target, drafter, prompts):
     """Rejected tokens leave no trace: rows are those of the committed text, in place."""
-    engine = Decoder(target, drafter, END)
-    with torch.inference_mode():
-        run = _Request(engine, prompts[0], params(1.0, 3), "block", 64)
-        run.prefill()
-        for _ in range(6):
-            if not run.finished:
-                run.step()
-        text = [*prompts[0], *run.out.ids][: run.rows.valid]
-        out = target.forward(torch.tensor([text]), Span.alone(1, len(text), target.device), None)
-        fresh = drafter.new_rows(len(text))
-        drafter.write(fresh, out.taps[0], 0)
-        rejected = run.out.counter.admitted - run.out.counter.accepted
-        assert rejected > 0
-        for kept, new in zip(run.rows.layers, fresh.layers, strict=True):
-            torch.testing.assert_close(kept[:, : len(text)], new, rtol=1e-4, atol=1e-5)
+    core = Decoder(target, drafter, frozenset()).core
+    check_rows_after_decoding(core, prompts[0], params(1.0, 3))
 
 
 def test_text_depends_on_the_seed_and_nothing_else(target, drafter, prompts):
@@ -187,13 +176,14 @@ def test_sampled_pairs_follow_the_target_exactly_chi_square(
     expected = exact_pairs(target, ids, 2.5)
     count, seen = 800, Counter()
     for seed in range(count):
-        with torch.inference_mode():
-            run = _Request(engine, ids[:-1], params(2.5, seed, 12), verification, 12)
-            run._forward(ids[:-1], 0, keep=len(ids) - 1)
-            run.out.ids.append(ids[-1])
-            while len(run.out.ids) < 3:
-                run.step()
-        seen[run.out.ids[1], run.out.ids[2]] += 1
+        name = engine.core.submit(ids[:-1], params(2.5, seed, 12))
+        (answer,) = engine.core._answers.values()
+        answer.request.output.append(ids[-1])
+        while len(answer.request.output) < 3:
+            engine.core.step()
+        engine.core.abort(name)
+        engine.core.collect(name)
+        seen[tuple(answer.request.output[1:3])] += 1
     statistic, cells, rest_seen, rest_expected = 0.0, 0, 0, 0.0
     for pair, p in expected.items():
         if count * p >= 5:

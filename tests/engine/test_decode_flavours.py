@@ -9,14 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from dspark.config.architecture import Flavour
-from dspark.decoding.sampling import SamplingParams
-from dspark.engine.decode import Decoder, _Request
+from dspark.decoding.params import SamplingParams
+from dspark.engine.decode import Decoder
 from dspark.engine.drafter import Drafter
-from dspark.model.cache import Span
 from dspark.training.stage import train_draft
+from engine.pairs import check_rows_after_decoding
 from training.tiny_models import (
     one_thread,  # noqa: F401 (autouse)
     target_parts,
@@ -63,20 +62,8 @@ def test_greedy_text_is_identical_to_plain_decoding(drafter: Drafter) -> None:
 
 
 def test_rows_after_decoding_equal_rows_of_a_fresh_prefill(drafter: Drafter) -> None:
-    engine = Decoder(TARGET, drafter, frozenset())
-    with torch.inference_mode():
-        run = _Request(engine, PROMPTS[0], params(1.0, 3), "block", 24)
-        run.prefill()
-        for _ in range(5):
-            run.step()
-        assert run.rows is not None
-        text = [*PROMPTS[0], *run.out.ids][: run.rows.valid]
-        out = TARGET.forward(torch.tensor([text]), Span.alone(1, len(text), TARGET.device), None)
-        fresh = drafter.new_rows(len(text))
-        drafter.write(fresh, out.taps[0], 0)
-    for kept, new in zip(run.rows.layers, fresh.layers, strict=True):
-        assert kept.shape[-1] == drafter.draft.config.row_width
-        torch.testing.assert_close(kept[:, : len(text)], new, rtol=1e-4, atol=1e-5)
+    core = Decoder(TARGET, drafter, frozenset()).core
+    check_rows_after_decoding(core, PROMPTS[0], params(1.0, 3))
 
 
 def test_sampled_text_depends_on_the_seed_and_nothing_else(drafter: Drafter) -> None:

@@ -133,12 +133,23 @@ def test_every_wrong_layout_would_be_noticed(draft: DSparkDraft, record: HiddenR
 def test_the_engines_drafter_drafts_what_training_saw(
     draft: DSparkDraft, record: HiddenRecord
 ) -> None:
-    """The real serving class, with its cached rows and packed linears, over rows past the anchor."""
+    """The real serving class with packed linears, block by block and all blocks in one batch."""
     h, _ = training_layout(draft, record)
     drafter = Drafter(draft, HEAD)
-    rows = drafter.new_rows(len(record) + BLOCK)
-    drafter.write(rows, record.taps[:4], 0)
-    drafter.write(rows, record.taps[4:], 4)
+    pieces = [
+        drafter.context_rows(record.taps[:4], torch.arange(4)),
+        drafter.context_rows(record.taps[4:], torch.arange(4, len(record))),
+    ]
+    rows = [torch.cat(parts) for parts in zip(*pieces, strict=True)]
     for i, anchor in enumerate(ANCHORS):
-        served = drafter.draft_states(int(record.ids[anchor]), anchor, rows)
+        at = torch.tensor([anchor])
+        context = [layer[:anchor].unsqueeze(0) for layer in rows]
+        served = drafter.block_states(record.ids[at].long(), at, context, None)[0]
         assert float((served - h[i]).abs().max()) < TOLERANCE * float(h[i].abs().max())
+    widest = max(ANCHORS)
+    blocks = torch.tensor(ANCHORS)
+    steps = torch.arange(widest + BLOCK)
+    mask = ((steps < blocks[:, None]) | (steps >= widest))[:, None, None]
+    context = [layer[:widest].expand(len(ANCHORS), -1, -1) for layer in rows]
+    together = drafter.block_states(record.ids[blocks].long(), blocks, context, mask)
+    assert float((together - h).abs().max()) < TOLERANCE * float(h.abs().max())

@@ -28,8 +28,8 @@ from dspark.bench.results import (
 )
 from dspark.config.recipe import BenchSection
 from dspark.decoding.acceptance import AcceptanceCounter, bootstrap_interval
+from dspark.decoding.params import SamplingParams
 from dspark.decoding.request import Generation, LocalDecoder
-from dspark.decoding.sampling import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -308,6 +308,36 @@ def serve(
     show(plan_serving(checkpoint, engine, target, engine_args or [], plan=plan), as_json=as_json)
 
 
+@app.command()
+def generate(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[DRAFT] [KEY=VALUE]...",
+            help="A draft folder, and sampling parameters: temperature=0.7 max_new_tokens=200",
+        ),
+    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="What to answer; repeatable.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="SOURCE", help="The target; the draft's own when left out."),
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="No chat template: continue the text.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Answer prompts with the embedded engine and print text and acceptance."""
+    from dspark.cli.generate import generate_text
+
+    folders = [Path(a) for a in arguments or [] if "=" not in a]
+    overrides = [a for a in arguments or [] if "=" in a]
+    if len(folders) > 1 or not prompt:
+        raise typer.BadParameter("one draft folder at most, and at least one --prompt")
+    draft = folders[0] if folders else None
+    generate_text(draft, target, prompt, overrides, raw=raw, as_json=as_json)
+
+
 def _print_error(error: DSparkError) -> None:
     from rich.console import Console
 

@@ -19,8 +19,8 @@ from pydantic import ValidationError
 
 from dspark.artifacts import atomic_write, storage_guard
 from dspark.config.recipe import RegenerateSection
+from dspark.decoding.params import SamplingParams
 from dspark.decoding.request import AnswerEngine, GenerationRequest, GenerationResult
-from dspark.decoding.sampling import SamplingParams
 from dspark.errors import DataError
 from dspark.hidden.answers import Answer, write_answers
 

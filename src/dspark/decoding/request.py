@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from dspark.decoding.acceptance import AcceptanceCounter
-from dspark.decoding.sampling import SamplingParams
+from dspark.decoding.params import SamplingParams
 
 FinishReason = Literal["stop", "length"]
 TokenKind = Literal["accepted", "bonus", "corrected"]

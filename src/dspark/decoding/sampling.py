@@ -20,70 +20,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
-from typing import Literal, NoReturn, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from dspark.decoding.params import SamplingParams, Shape
 from dspark.errors import DecodingError
 
 StreamName = Literal["draft", "accept", "residual"]
 
-# Below this the softmax of fp32 logits is a one-hot up to rounding: the user means greedy.
-MIN_TEMPERATURE = 1e-5
 # Enough candidates for nearly every nucleus; a wider one falls back to a full sort.
 NUCLEUS_CANDIDATES = 512
 # PyTorch's CPU generator keeps the low 32 bits of its seed.
 SEED_MASK = 0xFFFFFFFF
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one request is sampled.
-
-    Args:
-        temperature: 0 is greedy (argmax); otherwise at least ``MIN_TEMPERATURE``.
-        top_k: keep the k most probable tokens (ties with the k-th stay); 0 is off.
-        top_p: keep the smallest set of most probable tokens with at least this mass (ties with
-            the last stay); 1.0 is off.
-        min_p: drop tokens less probable than ``min_p`` times the most probable; 0 is off.
-        seed: of this request's random streams.
-        max_new_tokens: generated tokens at most.
-
-    Raises:
-        DecodingError: a value of the wrong type or outside its range.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    max_new_tokens: int = 128
-
-    def __post_init__(self) -> None:
-        t = self.temperature
-        if not _is_number(t) or not (t == 0 or t >= MIN_TEMPERATURE):
-            self._refuse("temperature", f"0 (greedy) or a finite number >= {MIN_TEMPERATURE}")
-        if not _is_integer(self.top_k) or self.top_k < 0:
-            self._refuse("top_k", "an integer >= 0 (0 is off)")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            self._refuse("top_p", "a number in (0, 1] (1 is off)")
-        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
-            self._refuse("min_p", "a number in [0, 1] (0 is off)")
-        if not _is_integer(self.seed) or not 0 <= self.seed < 2**63:
-            self._refuse("seed", "an integer in [0, 2**63)")
-        if not _is_integer(self.max_new_tokens) or self.max_new_tokens < 1:
-            self._refuse("max_new_tokens", "an integer >= 1")
-
-    def _refuse(self, name: str, expected: str) -> NoReturn:
-        raise DecodingError(
-            expected=expected,
-            found=repr(getattr(self, name)),
-            where=f"sampling parameter {name}",
-            fix=f"Correct {name}.",
-        )
 
 
 def safe_argmax(logits: Tensor) -> Tensor:
@@ -101,7 +51,7 @@ def safe_argmax(logits: Tensor) -> Tensor:
     return ids
 
 
-def target_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
+def target_probabilities(logits: Tensor, params: SamplingParams | Shape) -> Tensor:
     """The distribution that sampling with ``params`` draws from.
 
     Args:
@@ -246,14 +196,6 @@ def _flatten_impossible(cdf: Tensor, probs: Tensor) -> Tensor:
     the next, and may step up at an impossible id or even down.
     """
     return torch.where(probs > 0, cdf, 0.0).cummax(-1).values
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return _is_integer(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _check_rows(rows: Tensor, name: str) -> None:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from dspark.decoding.acceptance import bootstrap_interval
+from dspark.decoding.params import SamplingParams
 from dspark.decoding.request import Generation, LocalDecoder
-from dspark.decoding.sampling import SamplingParams
 from dspark.doctor.conventions import FAMILIES, Family
 from dspark.doctor.findings import Check, failed, passed, skipped, warned
 from dspark.doctor.probe import EMBEDDING_LAYER, Convention, Example, Probe, Score, beats

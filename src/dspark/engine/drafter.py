@@ -1,7 +1,8 @@
-"""The draft at serving time: cached context rows, one block pass, the sequential Markov head.
+"""The draft at serving time: context rows, one block pass for all requests, the Markov head.
 
-Rows of every draft layer lie in one buffer per layer and are written only from target states, after
-every target forward. A block of ``block_size`` queries reads them as they lie.
+Rows of every draft layer are made only from target states, after every target forward, and lie in
+the pages of their request (``dspark.model.paged``). A block of ``block_size`` queries per request
+reads them as they lie. The Markov head then walks the slots one by one, over all requests at once.
 
 A draft with a folded vocabulary (``dspark.model.support``) is projected on its few thousand
 tokens only; q is exactly zero elsewhere, and verification sees it as such.
@@ -9,40 +10,35 @@ tokens only; q is exactly zero elsewhere, and verification sees it as such.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from dspark.decoding.sampling import (
-    RandomStreams,
-    SamplingParams,
-    safe_argmax,
-    sample,
-    target_probabilities,
-)
+from dspark.decoding.params import Shape
+from dspark.decoding.sampling import safe_argmax, sample, target_probabilities
+from dspark.engine.sampler import RequestSampler
 from dspark.model.draft import DSparkDraft
 from dspark.model.layers import pack_linears, packed_or_plain
 from dspark.model.support import read_support
 
 
 @dataclass
-class DraftRows:
-    """Context rows of one request: a [1, capacity, row] tensor per layer.
+class Block:
+    """A request's block: at most ``width`` tokens behind ``anchor``, drawn by ``sampler``.
 
-    ``valid`` counts rows written from target states; nothing at or behind it is ever read.
+    ``ids`` and ``probs`` fill up while drafting: the tokens, and [V'] what each was drawn from
+    (nothing for argmax drafts).
     """
 
-    layers: list[Tensor]
-    valid: int = 0
-
-
-@dataclass(frozen=True)
-class DraftedBlock:
-    """``ids`` drafted tokens; ``probs`` [n, V] what each was sampled from (None: one-hot)."""
-
-    ids: list[int]
-    probs: Tensor | None
+    sampler: RequestSampler
+    output: Sequence[int]
+    anchor: int
+    width: int
+    ids: list[int] = field(default_factory=list)
+    probs: list[Tensor] = field(default_factory=list)
 
 
 class Drafter:
@@ -52,8 +48,11 @@ class Drafter:
         self.draft = draft.eval().requires_grad_(False)
         self.block_size = draft.config.block_size
         self.vocab_size = draft.config.vocab_size
+        self.row_width = draft.config.row_width
+        self.layers = len(draft.draft_layers)
         self.support = read_support(draft)
         w2 = draft.markov_head.markov_w2.weight
+        self.dtype = w2.dtype
         kept = head if self.support is None else head[self.support]
         self.w2 = w2 if self.support is None else w2[self.support]
         linear = torch.nn.Linear(kept.shape[1], kept.shape[0], bias=False, device="meta")
@@ -69,82 +68,89 @@ class Drafter:
             for layer in draft.draft_layers:
                 pack_linears(layer, w2.dtype)
 
-    def new_rows(self, capacity: int) -> DraftRows:
-        """Room for ``capacity`` context rows."""
-        weight = self.draft.context_norm.weight
-        width = self.draft.config.row_width
-        return DraftRows(
-            [
-                torch.zeros(1, capacity, width, dtype=weight.dtype, device=weight.device)
-                for _ in self.draft.draft_layers
-            ]
-        )
+    def context_rows(self, taps: Tensor, positions: Tensor) -> list[Tensor]:
+        """Rows [M, row] per layer of tokens with taps [M, L, H] at ``positions`` [M]."""
+        context = self.draft.context(taps.unsqueeze(0).to(self.dtype))
+        return [r[0] for r in self.draft.context_rows(context, positions.unsqueeze(0))]
 
-    def write(self, rows: DraftRows, taps: Tensor, start: int) -> None:
-        """Write context rows of taps [T, L, H] of the tokens at ``start``, ``start + 1``, ..."""
-        positions = torch.arange(start, start + len(taps), device=taps.device).unsqueeze(0)
-        context = self.draft.context(taps.unsqueeze(0).to(self.draft.context_norm.weight.dtype))
-        for layer, new in zip(
-            rows.layers, self.draft.context_rows(context, positions), strict=True
-        ):
-            layer[:, start : start + len(taps)] = new
-        rows.valid = start + len(taps)
+    def block_states(
+        self, anchors: Tensor, positions: Tensor, context: list[Tensor], mask: Tensor | None
+    ) -> Tensor:
+        """Backbone states [R, K, H] of blocks whose anchor tokens [R] sit at ``positions`` [R].
 
-    def draft_states(self, anchor: int, position: int, rows: DraftRows) -> Tensor:
-        """Backbone states [K, H] of the block whose anchor token sits at ``position``."""
-        device = rows.layers[0].device
-        ids = self.draft.block_ids(torch.tensor([anchor], device=device))
-        positions = torch.arange(position, position + self.block_size, device=device)
-        # Positions behind the target's context are clamped: those slots are never emitted.
-        positions = positions.clamp(max=self.draft.config.max_position_embeddings - 1)
-        context = [layer[:, :position] for layer in rows.layers]
-        return self.draft.backbone(ids, positions.unsqueeze(0), context, None, serving=True)[0]
-
-    def draft_block(self, anchor: int, position: int, rows: DraftRows) -> tuple[Tensor, Tensor]:
-        """(states [K, H], base logits [K, V']) before the Markov head."""
-        states = self.draft_states(anchor, position, rows)
-        return states, self.head(states)
-
-    def propose(
-        self,
-        anchor: int,
-        position: int,
-        rows: DraftRows,
-        count: int,
-        params: SamplingParams | None,
-        streams: RandomStreams,
-        *,
-        one_hot: bool,
-    ) -> DraftedBlock:
-        """Draft ``count`` tokens behind ``anchor``.
-
-        ``params`` None drafts greedily for a greedy request. Otherwise tokens are drawn from q,
-        which is truncated by the request's own top_k / top_p / min_p (still exact, higher
-        acceptance), unless ``one_hot`` asks for argmax drafts.
+        ``context`` [R, N, row] per layer; ``mask`` [R, 1, 1, N + K] or None when all see all.
         """
-        states, base = self.draft_block(anchor, position, rows)
-        markov = self.draft.markov_head
-        state = markov.start(states[0])
-        previous = torch.tensor(anchor, device=base.device)
-        greedy = params is None or one_hot
-        uniforms = None if greedy else streams.uniform("draft", count).to(base.device)
-        ids, probs = [], []
-        for k in range(count):
-            m, _, state = markov.step(previous, states[k], state)
-            logits = base[k] + self.w2 @ m
-            if params is None or uniforms is None:
-                choice = safe_argmax(logits)
-            else:
-                q = target_probabilities(logits.float(), params)
-                choice = sample(q, uniforms[k])
-                probs.append(q)
-            previous = choice if self.support is None else self.support[choice]
-            ids.append(int(previous))
-        return DraftedBlock(ids, self._spread(probs) if probs else None)
+        steps = torch.arange(self.block_size, device=positions.device)
+        # Positions behind the target's context are clamped: those slots are never emitted.
+        last = self.draft.config.max_position_embeddings - 1
+        at = (positions.unsqueeze(-1) + steps).clamp(max=last)
+        return self.draft.backbone(self.draft.block_ids(anchors), at, context, mask, serving=True)
 
-    def _spread(self, probs: list[Tensor]) -> Tensor:
-        """q over the whole vocabulary [n, V]; exactly zero outside the draft vocabulary."""
-        stacked = torch.stack(probs)
+    def draw(self, states: Tensor, blocks: Sequence[Block]) -> None:
+        """Fill ``blocks`` from their backbone states [R, K, H], slot by slot."""
+        base = self.head(states)
+        markov = self.draft.markov_head
+        state = markov.start(states[:, 0])
+        previous = torch.tensor([b.anchor for b in blocks], device=base.device)
+        widest = max(b.width for b in blocks)
+        uniforms = torch.ones(len(blocks), widest, dtype=torch.float64)
+        groups: dict[Shape | None, list[int]] = {}
+        for row, block in enumerate(blocks):
+            shape = block.sampler.draft_shape
+            groups.setdefault(shape, []).append(row)
+            if shape is not None:
+                uniforms[row, : block.width] = block.sampler.streams.uniform("draft", block.width)
+        for k in range(widest):
+            m, _, state = markov.step(previous, states[:, k], state)
+            logits = base[:, k] + F.linear(m, self.w2)
+            self._apply_rules(logits, k, blocks)
+            choice = self._choose(logits, k, blocks, groups, uniforms)
+            previous = choice if self.support is None else self.support[choice]
+            for block, token in zip(blocks, previous.tolist(), strict=True):
+                if k < block.width:
+                    block.ids.append(token)
+
+    def probabilities(self, block: Block) -> Tensor | None:
+        """q [n, V] of a block, exactly zero outside the draft vocabulary; None: argmax drafts."""
+        if not block.probs:
+            return None
+        stacked = torch.stack(block.probs)
         if self.support is None:
             return stacked
-        return stacked.new_zeros(len(probs), self.vocab_size).index_copy_(1, self.support, stacked)
+        rows = stacked.new_zeros(len(stacked), self.vocab_size)
+        return rows.index_copy_(1, self.support, stacked)
+
+    def _apply_rules(self, logits: Tensor, k: int, blocks: Sequence[Block]) -> None:
+        """Let every request's rules act on its row; a block may end here."""
+        for row, block in enumerate(blocks):
+            if k >= block.width or block.sampler.plain:
+                continue
+            found = block.sampler.draft_row(logits[row], block.output, block.ids, self.support)
+            if found is None:
+                block.width = k
+            else:
+                logits[row] = found
+
+    @staticmethod
+    def _choose(
+        logits: Tensor,
+        k: int,
+        blocks: Sequence[Block],
+        groups: dict[Shape | None, list[int]],
+        uniforms: Tensor,
+    ) -> Tensor:
+        """Column [R] of every row's token; requests of equal shape are drawn together."""
+        if list(groups) == [None]:
+            return safe_argmax(logits)
+        choice = torch.zeros(len(blocks), dtype=torch.int64, device=logits.device)
+        for shape, rows in groups.items():
+            own = logits if len(rows) == len(blocks) else logits[rows]
+            if shape is None:
+                choice[rows] = safe_argmax(own)
+                continue
+            q = target_probabilities(own.float(), shape)
+            choice[rows] = sample(q, uniforms[rows, k].to(q.device))
+            for row, probs in zip(rows, q, strict=True):
+                if k < blocks[row].width:
+                    blocks[row].probs.append(probs)
+        return choice

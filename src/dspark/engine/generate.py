@@ -160,5 +160,5 @@ class BatchGenerator:
 
 
 def _new_slot(request: GenerationRequest) -> _Slot:
-    streams = RandomStreams(request.params.seed)
+    streams = RandomStreams(request.params.seed_or_fresh())
     return _Slot(request, streams.uniform("residual", request.params.max_new_tokens))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +52,22 @@ class Span:
         keys = torch.arange(reach, device=starts.device)
         mask = (keys <= positions.unsqueeze(-1)).unsqueeze(1)
         return Span(positions, None, reach, mask, causal=False)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Queries as attention wants them, [B, T, ...]: as they are (see ``dspark.model.paged``)."""
+        return x
+
+    def flatten(self, x: Tensor) -> Tensor:
+        """The inverse of :meth:`spread`."""
+        return x
+
+
+class Rows(Protocol):
+    """Where a target's forward leaves its rows and finds all it may see."""
+
+    def append(self, layer: int, span: Span, *new: Tensor) -> list[Tensor]:
+        """Write new rows [B, heads, T, width]; return all rows that queries may see."""
+        ...
 
 
 class RowCache:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dspark.config.architecture import Qwen3DraftConfig
 from dspark.config.target import TargetConfig
-from dspark.model.cache import RowCache, Span
+from dspark.model.cache import Rows, Span
 from dspark.model.layers import RMSNorm, Rope, rotate, rotate_halves
 
 SHORT = 16  # queries up to which the grouped product beats SDPA on CPU
@@ -60,7 +60,7 @@ class GroupedAttention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, rotation: Tensor, span: Span, cache: RowCache | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor, span: Span, cache: Rows | None) -> Tensor:
         """x [B, T, hidden], rotation [B, T, head_dim/2] -> [B, T, hidden]."""
         rotated = self.heads + self.kv_heads
         qkv = self.qkv_proj(x).unflatten(-1, (rotated + self.kv_heads, self.head_dim))
@@ -73,8 +73,8 @@ class GroupedAttention(nn.Module):
         key, value = k.transpose(1, 2), qkv[..., rotated:, :].transpose(1, 2)
         if cache is not None:
             key, value = cache.append(self.layer, span, key, value)
-        out = self._attend(q.transpose(1, 2), key, value, span)
-        mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(-2))
+        out = self._attend(span.spread(q).transpose(1, 2), key, value, span)
+        mixed: Tensor = self.o_proj(span.flatten(out.transpose(1, 2)).flatten(-2))
         return mixed
 
     def _attend(self, q: Tensor, key: Tensor, value: Tensor, span: Span) -> Tensor:

@@ -68,7 +68,7 @@ class LatentAttention(nn.Module):
         return torch.cat([self.kv_a_layernorm(latent), roped], dim=-1)
 
     def queries(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
-        """Parts of the queries: nope [B, heads, T, nope] and rotated rope [B, heads, T, rope]."""
+        """Parts of the queries: nope [B, T, heads, nope] and rotated rope [B, T, heads, rope]."""
         d = self.dims
         if d.q_lora is None:
             flat = self.q_proj(x)
@@ -76,7 +76,7 @@ class LatentAttention(nn.Module):
             flat = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = flat.unflatten(-1, (d.heads, d.nope + d.rope))
         nope, roped = q.split([d.nope, d.rope], -1)
-        return nope.transpose(1, 2), rotate(roped, rotation).transpose(1, 2)
+        return nope, rotate(roped, rotation)
 
     def forward(
         self,
@@ -92,22 +92,34 @@ class LatentAttention(nn.Module):
         ``mask`` is boolean, broadcastable to [B, 1, T, N], True = may attend. A query row that may
         attend to nothing gives zeros (never NaN) because padding blocks reach here in training.
         """
-        d = self.dims
         nope, roped = self.queries(x, rotation)
+        mixed: Tensor = self.o_proj(self.attend(nope, roped, rows, mask, causal=causal).flatten(-2))
+        return mixed
+
+    def attend(
+        self,
+        nope: Tensor,
+        roped: Tensor,
+        rows: Tensor,
+        mask: Tensor | None,
+        *,
+        causal: bool = False,
+    ) -> Tensor:
+        """Queries as :meth:`queries` gives them over expanded ``rows`` -> [B, T, heads, v]."""
+        d = self.dims
         latent, shared = torch.split(rows, [d.kv_lora, d.rope], -1)
         expanded = self.kv_b_proj(latent).unflatten(-1, (d.heads, d.nope + d.v)).transpose(1, 2)
         key_nope, value = expanded.split([d.nope, d.v], -1)
         key_rope = shared.unsqueeze(1).expand(-1, d.heads, -1, -1)
         out = F.scaled_dot_product_attention(
-            torch.cat([nope, roped], -1),
+            torch.cat([nope, roped], -1).transpose(1, 2),
             torch.cat([key_nope, key_rope.to(key_nope.dtype)], -1),
             value,
             attn_mask=mask,
             is_causal=causal,
             scale=self.scale,
         )
-        mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(-2))
-        return mixed
+        return out.transpose(1, 2)
 
     def prepare_serving(self) -> None:
         """Keep a plain copy of kv_b_proj for :meth:`serve`; needed before packing linears."""
@@ -117,6 +129,14 @@ class LatentAttention(nn.Module):
 
     def serve(self, x: Tensor, rotation: Tensor, rows: Tensor, mask: Tensor | None) -> Tensor:
         """Absorbed: as :meth:`forward`, reading rows as they lie. Inference only."""
+        nope, roped = self.queries(x, rotation)
+        mixed: Tensor = self.o_proj(self.attend_absorbed(nope, roped, rows, mask).flatten(-2))
+        return mixed
+
+    def attend_absorbed(
+        self, nope: Tensor, roped: Tensor, rows: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """As :meth:`attend`, reading ``rows`` as they lie: for few queries. Inference only."""
         d = self.dims
         expansion = self._expansion
         if isinstance(self.kv_b_proj, nn.Linear):
@@ -124,8 +144,8 @@ class LatentAttention(nn.Module):
             expansion = self.kv_b_proj.weight.view(d.heads, d.nope + d.v, d.kv_lora)
         assert expansion is not None, "prepare_serving() must be called before packing"
         up_key, up_value = torch.split(expansion, [d.nope, d.v], 1)
-        nope, roped = self.queries(x, rotation)
-        query = torch.cat([torch.matmul(nope, up_key), roped], -1)
+        lifted = torch.matmul(nope.transpose(1, 2), up_key.to(nope.dtype))
+        query = torch.cat([lifted, roped.transpose(1, 2)], -1)
         scores = torch.matmul(query, rows.unsqueeze(1).transpose(-1, -2)) * self.scale
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
@@ -133,6 +153,4 @@ class LatentAttention(nn.Module):
         if mask is not None:
             weights = weights.masked_fill(~mask, 0.0)  # a row without keys gives zeros, not NaN
         latent = torch.matmul(weights, rows[..., : d.kv_lora].unsqueeze(1))
-        out = torch.matmul(latent, up_value.transpose(-1, -2))
-        mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(-2))
-        return mixed
+        return torch.matmul(latent, up_value.transpose(-1, -2).to(latent.dtype)).transpose(1, 2)

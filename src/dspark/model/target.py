@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from dspark.config.layers import check_layer_ids
 from dspark.config.target import TargetConfig
 from dspark.errors import TargetError
-from dspark.model.cache import RowCache, Span
-from dspark.model.gqa import GroupedAttention
+from dspark.model.cache import RowCache, Rows, Span
+from dspark.model.gqa import SHORT, GroupedAttention
 from dspark.model.layers import RMSNorm, Rope, pack_linears, packed_or_plain
 from dspark.model.mla import LatentAttention, LatentDims
 
@@ -121,12 +121,18 @@ class LatentTargetAttention(nn.Module):
             config.rope_parameters, bias=config.attention_bias,
         )  # fmt: skip
 
-    def forward(self, x: Tensor, rotation: Tensor, span: Span, cache: RowCache | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor, span: Span, cache: Rows | None) -> Tensor:
         rows = self.core.rows(x, rotation)
         if cache is not None:
             rows = cache.append(self.layer, span, rows.unsqueeze(1))[0].squeeze(1)
-        out: Tensor = self.core(x, rotation, rows, span.mask, causal=span.causal)
-        return out
+        nope, roped = (span.spread(q) for q in self.core.queries(x, rotation))
+        if nope.shape[1] <= SHORT and not span.causal:
+            # Reading latent rows as they lie beats expanding the whole context for few queries.
+            out = self.core.attend_absorbed(nope, roped, rows, span.mask)
+        else:
+            out = self.core.attend(nope, roped, rows, span.mask, causal=span.causal)
+        mixed: Tensor = self.core.o_proj(span.flatten(out).flatten(-2))
+        return mixed
 
 
 class TargetLayer(nn.Module):
@@ -140,7 +146,7 @@ class TargetLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = FusedMLP(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x: Tensor, rotation: Tensor, span: Span, cache: RowCache | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor, span: Span, cache: Rows | None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rotation, span, cache)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
@@ -183,21 +189,28 @@ class DecoderTarget(nn.Module):
         linears were packed.
         """
         self._head = self.head_weight()
+        for layer in self.layers:
+            if isinstance(layer, TargetLayer) and isinstance(
+                layer.self_attn, LatentTargetAttention
+            ):
+                layer.self_attn.core.prepare_serving()
         self.lm_head, head = nn.Identity(), self.lm_head
         packed = pack_linears(self, dtype or self.dtype)
         self.lm_head = packed_or_plain(head, self.dtype) if isinstance(head, nn.Linear) else head
         return packed + (self.lm_head is not head)
 
-    def new_cache(self, batch: int, capacity: int) -> RowCache:
+    @property
+    def row_parts(self) -> tuple[tuple[int, int], ...]:
+        """(heads, width) of every part that a layer caches for one token."""
         c = self.config
-        parts: tuple[tuple[int, int], ...]
         if c.attention == "gqa":
-            parts = ((c.num_key_value_heads, c.head_dim),) * 2
-        else:
-            parts = ((1, int(c.kv_lora_rank or 0) + int(c.qk_rope_head_dim or 0)),)
-        return RowCache(c.num_hidden_layers, batch, capacity, parts, self.dtype, self.device)
+            return ((c.num_key_value_heads, c.head_dim),) * 2
+        return ((1, int(c.kv_lora_rank or 0) + int(c.qk_rope_head_dim or 0)),)
 
-    def forward(self, ids: Tensor, span: Span, cache: RowCache | None = None) -> TargetOutput:
+    def new_cache(self, batch: int, capacity: int) -> RowCache:
+        return RowCache(self.num_layers, batch, capacity, self.row_parts, self.dtype, self.device)
+
+    def forward(self, ids: Tensor, span: Span, cache: Rows | None = None) -> TargetOutput:
         """ids [B, T] -> final states and taps; rows are written to ``cache`` when given."""
         x: Tensor = self.embed_tokens(ids)
         rotation = self.rope.at(span.positions)

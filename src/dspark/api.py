@@ -1,0 +1,219 @@
+"""The engine for Python programs: text or chats in, text and acceptance out.
+
+    from dspark import Engine, SamplingParams
+
+    engine = Engine("path/to/target", "path/to/draft")
+    for output in engine.generate(["Once upon a time"], SamplingParams(temperature=0.7)):
+        print(output.text, output.acceptance.acceptance_length)
+
+A prompt is a string (taken as it is), a list of token ids, or a list of chat messages, which go
+through the target's own template. Everything below this class works on ids
+(``dspark.engine.core``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dspark.checkpoint.draft import load_draft, read_config
+from dspark.checkpoint.target import LoadedTarget, load_target
+from dspark.config.engine import EngineOptions
+from dspark.config.recipe import TargetSection
+from dspark.data.chat import end_of_turn_ids, prompt_ids
+from dspark.decoding.params import SamplingParams
+from dspark.engine.answer import Delta, RequestOutput
+from dspark.engine.asynchronous import AsyncDriver
+from dspark.engine.core import EngineCore
+from dspark.engine.drafter import Drafter
+from dspark.errors import CheckpointError, DecodingError
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+class Engine:
+    """A target with or without a draft.
+
+    Args:
+        target: a path, ``package:NAME`` or hub id; or a target that is already loaded; None with a
+            draft whose provenance names its target.
+        draft: folder of a draft checkpoint, or None for plain decoding.
+        options: memory, batch and verification.
+        dtype, device, max_context: of a target that is loaded here.
+
+    Raises:
+        TargetError, CheckpointError: what is loaded is absent, damaged, or does not fit together.
+    """
+
+    def __init__(
+        self,
+        target: str | Path | LoadedTarget | None,
+        draft: str | Path | None = None,
+        *,
+        options: EngineOptions | None = None,
+        dtype: Any = "float32",
+        device: str = "auto",
+        max_context: int = 2048,
+    ) -> None:
+        folder = None if draft is None else Path(draft)
+        if not isinstance(target, LoadedTarget):
+            source = _source_of(folder) if target is None else str(target)
+            section = TargetSection(
+                source=source, dtype=dtype, device=device, max_context=max_context
+            )
+            target = load_target(section)
+        self.loaded, self.tokenizer = target, target.tokenizer
+        drafter: Drafter | None = None
+        layer_ids: tuple[int, ...] = ()
+        if folder is not None:
+            config, _ = read_config(folder)
+            _check_fit(folder, config, target)
+            layer_ids = config.target_layer_ids
+        model = target.build(layer_ids)
+        if folder is not None:
+            head = model.head_weight()
+            loaded, _ = load_draft(folder, dtype=target.dtype, device=target.device, head=head)
+            drafter = Drafter(loaded, head)
+        self.core = EngineCore(
+            model,
+            drafter,
+            frozenset(end_of_turn_ids(self.tokenizer, list(target.end_ids) or None)),
+            decode=self.decode,
+            tokenizer=self.tokenizer,
+            options=options,
+            identity=f"{target.files.source} {target.files.revision} {folder}",
+        )
+        self._driver = AsyncDriver(self.core)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids, special tokens left out."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Ids of a prompt of any kind.
+
+        Raises:
+            DataError, TargetError: messages that the target's template refuses.
+            DecodingError: a prompt of no such kind.
+        """
+        if isinstance(prompt, str):
+            return [int(i) for i in self.tokenizer.encode(prompt)]
+        ids = [part for part in prompt if isinstance(part, int)]
+        messages = [dict(part) for part in prompt if isinstance(part, Mapping)]
+        if len(ids) == len(prompt):
+            return ids
+        if len(messages) == len(prompt):
+            return prompt_ids(self.tokenizer, messages)
+        raise DecodingError(
+            expected="a string, token ids, or chat messages",
+            found=f"a list of {sorted({type(part).__name__ for part in prompt})}",
+            where="prompt",
+            fix='Messages look like {"role": "user", "content": "..."}.',
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_delta: Callable[[Delta], None] = lambda _: None,
+    ) -> list[RequestOutput]:
+        """Answer all ``prompts`` together; results in their order.
+
+        Args:
+            prompts: one prompt, or several.
+            params: for all, or one for each.
+            on_delta: called with every new piece.
+
+        Raises:
+            DecodingError: an impossible prompt or parameters; nothing is generated then.
+        """
+        every = _many(prompts)
+        each = _each(params, len(every))
+        names: list[str] = []
+        try:
+            for prompt, own in zip(every, each, strict=True):
+                names.append(self.core.submit(self.encode(prompt), own))
+            while not all(self.core.finished(name) for name in names):
+                for delta in self.core.step():
+                    on_delta(delta)
+        except BaseException:
+            for name in names:
+                self.core.abort(name)
+                self.core.collect(name)
+            raise
+        return [self.core.collect(name) for name in names]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Pieces of one prompt's answers as they come; leaving the loop early aborts."""
+        name = self.core.submit(self.encode(prompt), params or SamplingParams())
+        try:
+            while not self.core.finished(name):
+                yield from (delta for delta in self.core.step() if delta.id == name)
+        finally:
+            self.core.abort(name)
+            self.core.collect(name)
+
+    def stream_async(
+        self, prompt: Prompt, params: SamplingParams | None = None, id: str | None = None
+    ) -> AsyncIterator[Delta]:
+        """As :meth:`stream`, under asyncio; many may run at once and share batches."""
+        return self._driver.stream(self.encode(prompt), params or SamplingParams(), id)
+
+    async def generate_async(
+        self, prompt: Prompt, params: SamplingParams | None = None, id: str | None = None
+    ) -> RequestOutput:
+        """One prompt's whole result, under asyncio; many may run at once and share batches."""
+        return await self._driver.generate(self.encode(prompt), params or SamplingParams(), id)
+
+    async def abort_async(self, id: str) -> None:
+        """End a request of :meth:`stream_async` or :meth:`generate_async`."""
+        await self._driver.abort(id)
+
+
+def _many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (int, Mapping))):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _each(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise DecodingError(
+            expected=f"{count} sampling parameters, one for each prompt",
+            found=f"{len(params)}",
+            where="generate",
+            fix="Pass one for all, or one for each.",
+        )
+    return params
+
+
+def _source_of(folder: Path | None) -> str:
+    """The target that the draft's provenance names."""
+    provenance = {} if folder is None else read_config(folder)[1]
+    source = provenance.get("target")
+    if not isinstance(source, str):
+        raise CheckpointError(
+            expected="a target, or a draft whose provenance names one",
+            found="neither" if folder is None else "a draft without it",
+            where=str(folder or "Engine"),
+            fix="Name the target.",
+        )
+    return source
+
+
+def _check_fit(folder: Path, config: Any, target: LoadedTarget) -> None:
+    wanted = (config.target_hidden_size, config.target_num_hidden_layers, config.vocab_size)
+    shape = target.shape
+    found = (shape.hidden_size, shape.num_hidden_layers, shape.vocab_size)
+    if wanted != found:
+        raise CheckpointError(
+            expected=f"a draft for hidden size {found[0]}, {found[1]} layers, vocabulary {found[2]}",
+            found=f"one for {wanted[0]}, {wanted[1]} and {wanted[2]}",
+            where=str(folder),
+            fix="Use the target this draft was trained for.",
+        )

@@ -1,0 +1,36 @@
+"""Options of the embedded engine: memory, batch and verification. No torch here."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from dspark.config.architecture import Frozen
+
+
+class EngineOptions(Frozen):
+    """How an engine runs, whatever it is asked.
+
+    Args:
+        max_requests: requests that are decoded together.
+        max_batch_tokens: tokens of one step over all requests; prompts are prefilled in chunks of
+            what is left of it. At least (block size + 1) * max_requests.
+        cache_gib: memory for cached rows, in GiB. It is only taken as rows are written, and never
+            more than ``max_requests`` whole contexts.
+        page_size: rows per page.
+        prefix_cache: reuse rows of texts that begin alike.
+        verification: ``block`` or ``standard`` at a positive temperature; at temperature 0 every
+            request is verified greedily. ``greedy`` refuses positive temperatures.
+        draft_sample_method: ``probabilistic``, or ``greedy`` for argmax drafts.
+        truncate_draft: draw drafted tokens under the request's own top_k, top_p and min_p.
+    """
+
+    max_requests: PositiveInt = 16
+    max_batch_tokens: PositiveInt = 1024
+    cache_gib: float = Field(default=1.0, gt=0)
+    page_size: PositiveInt = 16
+    prefix_cache: bool = True
+    verification: Literal["greedy", "standard", "block"] = "block"
+    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
+    truncate_draft: bool = True

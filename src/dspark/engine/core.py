@@ -1,0 +1,225 @@
+"""The engine without loading or text prompts: token ids in, answers out, one step at a time.
+
+:meth:`EngineCore.submit` queues a prompt, :meth:`EngineCore.step` advances everything by one step
+and returns what is new, :meth:`EngineCore.abort` forgets a request in whatever state it is. Drivers
+(`generate`, the stream, asyncio) are loops around these three.
+
+A verify step may accept tokens beyond the end of an answer. Tokens, their kinds, log-probabilities
+and text are taken one by one and stop together at an end token, a stop string or the limit, so that
+nothing behind it reaches the user or the usage count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dspark.config.engine import EngineOptions
+from dspark.decoding.acceptance import AcceptanceCounter
+from dspark.decoding.params import SamplingParams
+from dspark.decoding.processors import LogitRules
+from dspark.decoding.sampling import RandomStreams
+from dspark.decoding.verify import check_modes
+from dspark.engine.answer import Answer, Delta, RequestOutput
+from dspark.engine.drafter import Drafter
+from dspark.engine.grammar import GrammarCompiler, GrammarRows
+from dspark.engine.memory import page_count
+from dspark.engine.pages import PagePool
+from dspark.engine.request import Request
+from dspark.engine.runner import Runner
+from dspark.engine.sampler import RequestSampler
+from dspark.engine.scheduler import Scheduler
+from dspark.engine.text import TextStream
+from dspark.errors import DecodingError
+from dspark.model.target import Target
+
+
+class EngineCore:
+    """One target, with or without a draft.
+
+    Args:
+        target: built with the draft's tapped layers.
+        drafter: None decodes plainly.
+        end_ids: the target's own end tokens.
+        decode: ids to text, without special tokens; None gives answers without text (stop strings
+            are then refused).
+        tokenizer: a Hugging Face tokenizer, needed for grammars only.
+        options: see :class:`EngineOptions`.
+        identity: of target and draft, for the prefix cache.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        end_ids: frozenset[int],
+        *,
+        decode: Callable[[list[int]], str] | None = None,
+        tokenizer: Any = None,
+        options: EngineOptions | None = None,
+        identity: str = "",
+    ) -> None:
+        self.target, self.drafter, self.end_ids, self.decode = target, drafter, end_ids, decode
+        self._tokenizer = tokenizer
+        self._grammars: GrammarCompiler | None = None
+        self.options = options = options or EngineOptions()
+        block = drafter.block_size if drafter else 0
+        self.pool = PagePool(
+            page_count(target, drafter, options),
+            options.page_size,
+            identity=identity,
+            drafting=drafter is not None,
+            # Rows outside pages (the transformers adapter) cannot be shared.
+            share=options.prefix_cache and target.supports_ragged,
+        )
+        self.scheduler = Scheduler(
+            self.pool,
+            max_requests=options.max_requests,
+            token_budget=options.max_batch_tokens,
+            lookahead=block,
+            max_length=target.max_context,
+        )
+        self.runner = Runner(target, drafter, self.pool, self.scheduler.max_length + block + 1)
+        self._answers: dict[Request, Answer] = {}
+        self._groups: dict[str, list[Answer]] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def unfinished(self) -> bool:
+        return self.scheduler.unfinished
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams, id: str | None = None) -> str:
+        """Queue ``prompt``; returns the id its answers come under.
+
+        Raises:
+            DecodingError: an id in use, an impossible prompt, or parameters that this engine cannot
+                serve exactly.
+        """
+        name = f"request-{next(self._numbers)}" if id is None else id
+        if name in self._groups:
+            raise DecodingError(
+                expected="a request id that is not in use",
+                found=repr(name),
+                where="submit",
+                fix="Wait for the first request to end, or use another id.",
+            )
+        prepared = [self._prepare(name, i, list(prompt), params) for i in range(params.n)]
+        answers = [answer for answer, _ in prepared]
+        for answer, sampler in prepared:
+            self.scheduler.add(
+                answer.request
+            )  # all have the same prompt: only the first may refuse
+            self._answers[answer.request] = answer
+            self.runner.samplers[answer.request] = sampler
+            answer.request.sibling = answers[0].request if answer.index else None
+        self._groups[name] = answers
+        return name
+
+    def step(self) -> list[Delta]:
+        """One step of everything; what is new of each answer it touched."""
+        deltas = []
+        for result in self.runner.step(self.scheduler.schedule()):
+            answer = self._answers[result.request]
+            answer.take(result)
+            # Rows behind a trimmed end belong to no token that is kept.
+            self.scheduler.advance(result.request, min(result.rows, result.request.length))
+            if answer.finish_reason is not None:
+                self._retire(answer)
+            if result.tokens:
+                deltas.append(answer.delta())
+        return deltas
+
+    def abort(self, id: str) -> list[Delta]:
+        """Stop all answers of a request; unknown or finished ones are left alone."""
+        deltas = []
+        for answer in self._groups.get(id, []):
+            if answer.finish_reason is None:
+                answer.abort()
+                self._retire(answer)
+                deltas.append(answer.delta())
+        return deltas
+
+    def collect(self, id: str) -> RequestOutput:
+        """The whole result of a request whose answers all ended; the engine then forgets it."""
+        answers = self._groups[id]
+        assert all(a.finish_reason is not None for a in answers), f"{id} is not finished"
+        del self._groups[id]
+        return RequestOutput(
+            id=id,
+            prompt_ids=tuple(answers[0].request.prompt),
+            cached_tokens=answers[0].request.cached_rows or 0,
+            completions=tuple(a.completion() for a in answers),
+        )
+
+    def finished(self, id: str) -> bool:
+        """Whether all answers of a request ended."""
+        return all(a.finish_reason is not None for a in self._groups[id])
+
+    def _retire(self, answer: Answer) -> None:
+        self.scheduler.finish(answer.request)
+        self.runner.drop(answer.request)
+        del self._answers[answer.request]
+
+    def _prepare(
+        self, name: str, index: int, prompt: list[int], params: SamplingParams
+    ) -> tuple[Answer, RequestSampler]:
+        options = self.options
+        method = options.draft_sample_method
+        rule = check_modes(options.verification, method, params.temperature)
+        request = Request(f"{name}/{index}", prompt, params.max_new_tokens)
+        ends = set(params.stop_ids) | (set() if params.ignore_eos else self.end_ids)
+        device = self.target.device
+        rules = None
+        if LogitRules.needed(params):
+            rules = LogitRules(params, prompt, ends, self.target.vocab_size, device)
+        seed = _seed_of(params.seed_or_fresh(), index)
+        sampler = RequestSampler(
+            params,
+            rule,
+            RandomStreams(seed),
+            one_hot=method == "greedy",
+            truncate=options.truncate_draft,
+            rules=rules,
+            grammar=self._grammar(params),
+        )
+        text = self._text(params)
+        block = self.drafter.block_size if self.drafter else 0
+        counter = AcceptanceCounter(block) if block else None
+        answer = Answer(name, index, request, params, frozenset(ends), seed, text, counter)
+        return answer, sampler
+
+    def _grammar(self, params: SamplingParams) -> GrammarRows | None:
+        if params.grammar is None:
+            return None
+        if self._tokenizer is None:
+            raise _no_tokenizer("grammar")
+        if self._grammars is None:
+            size, device = self.target.vocab_size, self.target.device
+            self._grammars = GrammarCompiler(self._tokenizer, self.end_ids, size, device)
+        return self._grammars.rows(params)
+
+    def _text(self, params: SamplingParams) -> TextStream | None:
+        if self.decode is None:
+            if params.stop:
+                raise _no_tokenizer("stop")
+            return None
+        return TextStream(self.decode, params.stop, include_stop=params.include_stop)
+
+
+def _no_tokenizer(name: str) -> DecodingError:
+    return DecodingError(
+        expected="an engine that knows text",
+        found="one that was made without a tokenizer",
+        where=f"sampling parameter {name}",
+        fix=f"Leave {name} out, or make the engine with a tokenizer.",
+    )
+
+
+def _seed_of(seed: int, index: int) -> int:
+    """The first answer uses the seed itself; the others one derived from it and their index."""
+    if index == 0:
+        return seed
+    digest = hashlib.sha256(f"dspark/answer/{seed}/{index}".encode()).digest()
+    return int.from_bytes(digest[:7], "little")

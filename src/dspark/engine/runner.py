@@ -1,0 +1,212 @@
+"""One step in tensors: prefill chunks, one draft pass, one verify forward, new context rows.
+
+A step of the plan runs in this order. Prefill chunks go through the target in one flat forward; a
+prompt that is complete gives its first token. Then all decoding requests at once: the draft makes a
+block for each (:class:`~dspark.engine.drafter.Drafter`), the target runs ``[anchor, drafts...]`` of
+all of them in one flat forward without padding, verification decides per request, and the taps of
+what was accepted become context rows. Rows of rejected tokens are overwritten by the next block and
+never read.
+
+The runner knows nothing of stop strings or of who waits: it returns emitted tokens, and the engine
+decides what stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+
+import torch
+from torch import Tensor
+
+from dspark.decoding.acceptance import StepCount
+from dspark.decoding.request import TokenKind
+from dspark.decoding.sampling import safe_argmax, sample, target_probabilities
+from dspark.decoding.verify import decide, decide_greedy
+from dspark.engine.drafter import Block, Drafter
+from dspark.engine.forward import FlatRunner, Part, SingleRunner, TargetRunner
+from dspark.engine.pages import PagePool
+from dspark.engine.request import Request, StepResult, TokenLogprob
+from dspark.engine.sampler import RequestSampler
+from dspark.engine.scheduler import Chunk, Plan
+from dspark.model.paged import PagedRows, PagedSpan, Reads, Segment
+from dspark.model.target import DecoderTarget, Target
+
+
+class Runner:
+    """Executes plans. ``samplers`` holds one entry per request in work."""
+
+    def __init__(
+        self, target: Target, drafter: Drafter | None, pool: PagePool, max_length: int
+    ) -> None:
+        self.target, self.drafter, self.pool = target, drafter, pool
+        self.samplers: dict[Request, RequestSampler] = {}
+        layers: list[list[tuple[int, int, torch.dtype]]] = []
+        flat = isinstance(target, DecoderTarget)
+        if isinstance(target, DecoderTarget):
+            parts = [(heads, width, target.dtype) for heads, width in target.row_parts]
+            layers += [parts] * target.num_layers
+        self._first_draft_layer = len(layers)
+        if drafter is not None:
+            layers += [[(1, drafter.row_width, drafter.dtype)]] * drafter.layers
+        self.rows = PagedRows(layers, pool.count, pool.page_size, target.device)
+        self._run: TargetRunner = (
+            FlatRunner(target, self.rows) if flat else SingleRunner(target, max_length)
+        )
+
+    @torch.inference_mode()
+    def step(self, plan: Plan) -> list[StepResult]:
+        """Run a plan; one result per chunk and per decoding request."""
+        for request in plan.preempted:
+            self._run.drop(request)
+        for source, to in plan.copies:
+            self.rows.copy(source, to)
+        results = self._prefill(plan.prefill) if plan.prefill else []
+        return results + (self._decode(plan.decode) if plan.decode else [])
+
+    def drop(self, request: Request) -> None:
+        """The request is over."""
+        self._run.drop(request)
+        self.samplers.pop(request, None)
+
+    def _forward(self, parts: Sequence[Part]) -> tuple[Tensor, Tensor, PagedSpan]:
+        """(final [total, H], taps [total, L, H], span)."""
+        segments = [Segment(p.request.table.pages, p.start, len(p.tokens)) for p in parts]
+        span = PagedSpan.of(segments, self.pool.page_size, self.rows.spare, self.target.device)
+        out = self._run.run(parts, span)
+        return out.final, out.taps, span
+
+    def _write_context(self, taps: Tensor, span: PagedSpan, kept: Tensor | None) -> None:
+        """Context rows of flat tokens ``kept`` (None: all) of a forward."""
+        if self.drafter is None:
+            return
+        positions, slots = span.positions[0], span.slots
+        if kept is not None:
+            taps, positions, slots = taps[kept], positions[kept], slots[kept]
+        for layer, rows in enumerate(self.drafter.context_rows(taps, positions)):
+            self.rows.write(self._first_draft_layer + layer, slots, rows)
+
+    def _prefill(self, chunks: Sequence[Chunk]) -> list[StepResult]:
+        parts = [
+            Part(c.request, c.request.tokens(c.start, c.start + c.count), c.start) for c in chunks
+        ]
+        final, taps, span = self._forward(parts)
+        self._write_context(taps, span, None)
+        ends = torch.tensor([c.count for c in chunks]).cumsum(0) - 1
+        starting = [i for i, c in enumerate(chunks) if c.completes and not c.request.output]
+        logits = self.target.logits(final[ends[starting].to(final.device)])
+        results = []
+        for index, chunk in enumerate(chunks):
+            rows = chunk.start + chunk.count
+            if index in starting:
+                row = starting.index(index)
+                results.append(self._emit(chunk.request, logits[row : row + 1], [], None, rows))
+            else:
+                results.append(StepResult(chunk.request, rows, [], [], None, []))
+        return results
+
+    def _decode(self, requests: Sequence[Request]) -> list[StepResult]:
+        blocks = self._draft(requests)
+        parts = [
+            Part(r, [r.output[-1], *(blocks[r].ids if r in blocks else [])], r.length - 1)
+            for r in requests
+        ]
+        final, taps, span = self._forward(parts)
+        logits = self.target.logits(final)
+        results, kept, offset = [], [], 0
+        for part in parts:
+            own = logits[offset : offset + len(part.tokens)]
+            block = blocks.get(part.request)
+            ids = block.ids if block else []
+            result = self._emit(part.request, own, ids, block, part.start + 1)
+            kept += list(range(offset, offset + result.rows - part.start))
+            results.append(result)
+            offset += len(part.tokens)
+        self._write_context(taps, span, torch.tensor(kept, device=taps.device))
+        return results
+
+    def _draft(self, requests: Sequence[Request]) -> dict[Request, Block]:
+        """A block for every request that may emit more than one token."""
+        if self.drafter is None:
+            return {}
+        # No more drafts than could still be emitted: a bonus always follows.
+        size = self.drafter.block_size
+        blocks = {
+            r: Block(self.samplers[r], r.output, r.output[-1], min(size, r.room - 1))
+            for r in requests
+            if r.room > 1
+        }
+        if not blocks:
+            return {}
+        device = self.target.device
+        at = [r.length - 1 for r in blocks]
+        tables = [r.table.pages for r in blocks]
+        reads = Reads.of(tables, at, self.pool.page_size, self.rows.spare, device)
+        layers = range(self._first_draft_layer, self._first_draft_layer + self.drafter.layers)
+        context = [self.rows.read(layer, reads)[0].squeeze(1) for layer in layers]
+        positions = torch.tensor(at, device=device)
+        mask = None
+        if len(at) > 1:
+            steps = torch.arange(reads.length + size, device=device)
+            mask = (steps < positions.unsqueeze(-1)) | (steps >= reads.length)
+            mask = mask[:, None, None]
+        anchors = torch.tensor([b.anchor for b in blocks.values()], device=device)
+        states = self.drafter.block_states(anchors, positions, context, mask)
+        self.drafter.draw(states, list(blocks.values()))
+        return blocks
+
+    def _emit(
+        self, request: Request, logits: Tensor, ids: list[int], block: Block | None, rows: int
+    ) -> StepResult:
+        """Verify ``ids`` against logits [n + 1, V]; ``rows`` are sound if none is accepted."""
+        sampler = self.samplers[request]
+        accepted, following = self._decide(sampler, logits, request.output, ids, block)
+        last: TokenKind = "bonus" if accepted == len(ids) else "corrected"
+        drafted: TokenKind = "accepted"
+        tokens = [*ids[:accepted], following]
+        count = None if block is None else StepCount(len(ids), len(ids), accepted)
+        return StepResult(
+            request,
+            rows + accepted,
+            tokens,
+            [*repeat(drafted, accepted), last],
+            count,
+            _logprobs(logits, tokens, sampler.params.logprobs),
+        )
+
+    def _decide(
+        self,
+        sampler: RequestSampler,
+        logits: Tensor,
+        output: list[int],
+        ids: list[int],
+        block: Block | None,
+    ) -> tuple[int, int]:
+        """(accepted, the token that follows)."""
+        rows = logits if sampler.plain else sampler.target_rows(logits, output, ids)
+        drafted = torch.tensor(ids, dtype=torch.int64, device=logits.device)
+        if sampler.rule == "greedy":
+            return decide_greedy(safe_argmax(rows), drafted)
+        p = target_probabilities(rows.float(), sampler.params.shape)
+        accepted, chances = 0, p[0]
+        if block is not None and ids:
+            assert self.drafter is not None
+            u = sampler.streams.uniform("accept", len(ids)).to(p.device)
+            decision = decide(sampler.rule, p, self.drafter.probabilities(block), drafted, u)
+            accepted, chances = decision.accepted, decision.next_probs
+        uniform = sampler.streams.uniform("residual", 1)[0].to(p.device)
+        return accepted, int(sample(chances, uniform))
+
+
+def _logprobs(logits: Tensor, tokens: list[int], wanted: int | None) -> list[TokenLogprob]:
+    """Of emitted ``tokens``, whose rows are the first ones of ``logits``."""
+    if wanted is None:
+        return []
+    rows = torch.log_softmax(logits[: len(tokens)].float(), -1)
+    own = rows.gather(1, torch.tensor(tokens, device=rows.device).unsqueeze(1)).squeeze(1).tolist()
+    best = rows.topk(min(wanted, rows.shape[1]), dim=-1)
+    ids, values = best.indices.tolist(), best.values.tolist()
+    return [
+        TokenLogprob(token, value, tuple(zip(i, v, strict=True)))
+        for token, value, i, v in zip(tokens, own, ids, values, strict=True)
+    ]
