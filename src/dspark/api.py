@@ -17,7 +17,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dspark.checkpoint.draft import load_draft, read_config
+from dspark.checkpoint.draft import load_draft
+from dspark.checkpoint.published import read_config
 from dspark.checkpoint.target import LoadedTarget, load_target
 from dspark.config.engine import EngineOptions
 from dspark.config.recipe import TargetSection
@@ -212,7 +213,8 @@ def _check_fit(folder: Path, config: Any, target: LoadedTarget) -> None:
     found = (shape.hidden_size, shape.num_hidden_layers, shape.vocab_size)
     if wanted != found:
         raise CheckpointError(
-            expected=f"a draft for hidden size {found[0]}, {found[1]} layers, vocabulary {found[2]}",
+            expected=f"a draft for hidden size {found[0]}, {found[1]} layers and a vocabulary of "
+            f"{found[2]}",
             found=f"one for {wanted[0]}, {wanted[1]} and {wanted[2]}",
             where=str(folder),
             fix="Use the target this draft was trained for.",
