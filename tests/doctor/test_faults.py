@@ -250,6 +250,10 @@ CONFIG_FAULTS: dict[str, tuple[Callable[[Config], object], set[str]]] = {
         lambda raw: raw["dspark_provenance"].update(template_hash="0" * 64),
         {"target.template_hash"},
     ),
+    "another tokenizer": (
+        lambda raw: raw["dspark_provenance"].update(tokenizer_hash="0" * 64),
+        {"target.tokenizer_hash"},
+    ),
     "unknown architecture": (_set(architectures=["Qwen3DSparkForCausalLM"]), {"rules.architectures"}),
     "confidence head off by default": (
         _drop("confidence_head_with_markov"), {"rules.confidence_head_with_markov"},

@@ -128,7 +128,8 @@ def _tensor_checks(weights: TensorFile, config: DraftConfig, raw: dict[str, Any]
 
 def _tokens_offline(raw: dict[str, Any]) -> list[Check]:
     """Tokenizer questions, when provenance names a target whose files are on this machine."""
-    source = provenance_of(raw).get("target")
+    provenance = provenance_of(raw)
+    source = provenance.get("target_path") or provenance.get("target")
     asked = "mask_token_id is a reserved id of the target's tokenizer"
     if not isinstance(source, str) or not source:
         return [skipped("tokens.mask", asked, "provenance names no target; give --target")]

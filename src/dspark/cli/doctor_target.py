@@ -15,12 +15,12 @@ from typing import Any
 
 from dspark.artifacts import MANIFEST, read_manifest, sha256_file
 from dspark.checkpoint.draft import load_draft
-from dspark.checkpoint.identity import file_hashes
 from dspark.checkpoint.target import LoadedTarget, load_target
 from dspark.cli.console import Screen
+from dspark.cli.provenance import target_identity
 from dspark.cli.stages import end_ids
 from dspark.config.recipe import FileSource, OrderTicketSource, TargetSection
-from dspark.data.chat import prompt_ids, template_hash, usable_mask_ids
+from dspark.data.chat import prompt_ids, template_hash, tokenizer_hash, usable_mask_ids
 from dspark.data.jsonl import read_json_lines
 from dspark.data.prompts import read_prompts
 from dspark.data.sources import prompts_of
@@ -57,7 +57,10 @@ def beside_target(
     with screen.bar(f"loading {request.target}", None):
         target = load_target(section)
     checks = token_checks(raw, target.tokenizer, end_ids(target))
-    checks += check_recorded(raw, {"target_weights_hash": file_hashes(target.files).weights})
+    identity = target_identity(target)
+    checks += check_recorded(
+        raw, {key: identity[key] for key in ("target_weights_hash", "target_config_hash")}
+    )
     facts = {
         k: getattr(target.shape, k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")
     }
@@ -78,7 +81,10 @@ def token_checks(raw: dict[str, Any], tokenizer: Any, ends: frozenset[int]) -> l
     mask = raw.get("mask_token_id")
     known = isinstance(mask, int) and mask >= 0
     name = repr(tokenizer.convert_ids_to_tokens(mask)) if known else "no id"
-    recorded = {"template_hash": template_hash(tokenizer) if tokenizer.chat_template else ""}
+    recorded = {
+        "tokenizer_hash": tokenizer_hash(tokenizer),
+        "template_hash": template_hash(tokenizer) if tokenizer.chat_template else None,
+    }
     return [check_mask(raw, usable, name), *check_recorded(raw, recorded)]
 
 

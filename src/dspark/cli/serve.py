@@ -34,7 +34,8 @@ def plan_serving(
             where=str(checkpoint),
             fix=check.mend,
         )
-    name = target or provenance_of(raw).get("target")
+    provenance = provenance_of(raw)
+    name = target or provenance.get("target_path") or provenance.get("target")
     if not isinstance(name, str) or name.startswith("package:"):
         raise ConfigError(
             expected="a target that the engine can load: a folder or a hub id",

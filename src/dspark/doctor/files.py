@@ -7,6 +7,7 @@ faults gets three names; only then is it parsed as a draft.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -165,10 +166,19 @@ def check_target_facts(raw: dict[str, Any], facts: dict[str, Any]) -> list[Check
     return out
 
 
-def check_recorded(raw: dict[str, Any], recorded: dict[str, str]) -> list[Check]:
+DIFFERS = {
+    "template_hash": "prompts are rendered otherwise than those the draft learnt from",
+    "tokenizer_hash": "ids mean other tokens than in training",
+    "target_config_hash": "the target runs under another configuration",
+    "target_weights_hash": "other weights: fine-tuned, quantized again, or another model",
+}
+"""What another value means. The last two may be meant, and are warnings."""
+
+
+def check_recorded(raw: dict[str, Any], recorded: Mapping[str, str | None]) -> list[Check]:
     """Hashes of the target at hand against those in provenance.
 
-    ``recorded`` maps a provenance key to what the target at hand gives (empty: cannot be known).
+    ``recorded`` maps a provenance key to what the target at hand gives; None cannot be known.
     """
     provenance = provenance_of(raw)
     out = []
@@ -176,21 +186,17 @@ def check_recorded(raw: dict[str, Any], recorded: dict[str, str]) -> list[Check]
         id, asked = f"target.{key}", f"the target's {key.replace('_', ' ')} is the recorded one"
         then = provenance.get(key)
         if not isinstance(then, str) or not then or not now:
-            out.append(
-                skipped(id, asked, "not recorded" if not then else "unknown for this target")
-            )
+            why = "not recorded" if not then else "unknown for this target"
+            out.append(skipped(id, asked, why))
         elif then == now:
             out.append(passed(id, asked, f"{now[:12]}"))
         else:
-            make = warned if key == "target_weights_hash" else failed
+            make = failed if key in ("template_hash", "tokenizer_hash") else warned
             out.append(
                 make(
-                    id, asked, f"recorded {then[:12]}, here {now[:12]}",
-                    "prompts are rendered or split otherwise than those the draft learnt from"
-                    if key != "target_weights_hash"
-                    else "other weights: a fine-tuned or re-quantized target, or another one",
-                    "Serve with the revision in provenance, or measure acceptance with "
-                    "`dspark bench` before trusting it.",
+                    id, asked, f"recorded {then[:12]}, here {now[:12]}", DIFFERS[key],
+                    "Serve with the target in provenance, or measure acceptance with "
+                    "`dspark bench --target` before trusting it.",
                 )
             )  # fmt: skip
     return out
