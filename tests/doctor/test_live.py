@@ -43,7 +43,16 @@ def test_a_draft_that_fits_nothing_is_not_called_right() -> None:
     found = _judge(LAYERS, score(1.02), {"one lower": score(1.03)}, None)
     assert found.status == "skip"
     assert "nothing to tell" in found.found
-    assert _judge(LAYERS, score(3.0), {"one lower": score(2.9)}, None).status == "pass"
+    assert _judge(LAYERS, score(3.0), {"one lower": score(2.5)}, None).status == "pass"
+
+
+def test_a_right_answer_says_when_the_draft_cannot_tell() -> None:
+    """A draft that is not fully trained hardly uses some inputs: passing means less then."""
+    clear = _judge(LAYERS, score(3.0), {"one lower": score(2.5)}, None)
+    close = _judge(LAYERS, score(3.0), {"one lower": score(2.95)}, None)
+    assert (clear.status, close.status) == ("pass", "pass")
+    assert "told apart" in close.found
+    assert "told apart" not in clear.found
 
 
 @pytest.mark.parametrize(

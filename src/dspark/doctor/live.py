@@ -197,6 +197,8 @@ def _judge(family: Family, declared: Score, tried: Mapping[str, Score], best: st
     better = [name for name, score in tried.items() if beats(score, declared)]
     if not better and declared.length < USELESS:
         return skipped(family.id, family.asked, f"{found}: the draft fits none, nothing to tell")
+    if not better and not all(beats(declared, score) for score in tried.values()):
+        found += "; some cannot be told apart with this draft on this text"
     if not better:
         return passed(family.id, family.asked, found)
     name = max(better, key=lambda name: tried[name].length)

@@ -25,8 +25,10 @@ from dspark.model.draft import DSparkDraft
 EMBEDDING_LAYER = -1
 """Key of the embedding's output among an example's states: what lies one layer before layer 0."""
 
-MIN_GAIN = 0.1
-"""Acceptance length that an undeclared convention must gain before it counts as found."""
+MIN_GAIN, MIN_SHARE, ERRORS = 0.1, 0.05, 3.0
+"""What one convention must gain over another to count: this acceptance length, this share of the
+other's, and so many standard errors. Many are tried, and a draft that is not fully trained hardly
+uses some of its inputs; small differences mean nothing."""
 
 
 @dataclass(frozen=True)
@@ -149,15 +151,16 @@ def _anchors(example: Example, reach: int, blocks: int) -> Tensor:
     return every.to(example.ids.device)
 
 
-def beats(other: Score, declared: Score, gain: float = MIN_GAIN) -> bool:
-    """Is ``other`` better by ``gain`` and by two standard errors of the paired difference?"""
+def beats(other: Score, declared: Score) -> bool:
+    """Is ``other`` better than ``declared``, by enough and by more than chance?"""
+    gain = max(MIN_GAIN, MIN_SHARE * declared.length)
     differences = [a - b for a, b in zip(other.lengths, declared.lengths, strict=True)]
     count = len(differences)
     mean = sum(differences) / count
     if count < 2:
         return mean > gain
     variance = sum((d - mean) ** 2 for d in differences) / (count - 1)
-    return mean > gain and mean > 2 * math.sqrt(variance / count)
+    return mean > gain and mean > ERRORS * math.sqrt(variance / count)
 
 
 def rotary_twin(draft: DSparkDraft) -> tuple[str, DSparkDraft]:
