@@ -35,7 +35,7 @@ def test_the_file_holds_what_training_would_start_from(
     memory = initialise(DSparkDraft(config), None, seed=3).state_dict()
     for name, tensor in loaded.state_dict().items():
         assert tensor.equal(memory[name].to(dtype)), name
-    assert provenance["embedding_source"] == "random"
+    assert provenance["start"] == {"seed": 3, "embedding": "random"}
     assert "target_embedding_sha256" not in provenance
 
 
@@ -87,10 +87,8 @@ def test_the_command_takes_the_targets_own_embedding(
     own = load_file(tiny_target / "model.safetensors")["model.embed_tokens.weight"]
     draft, provenance = load_draft(out, embedding=own)
     assert draft.embed_tokens.weight.equal(own)
-    assert provenance["embedding_source"] == "target"
     assert provenance["embedding"]["sha256"] == provenance["target_embedding_sha256"]
-    assert provenance["trained"] is False
-    assert provenance["seed"] == 5
+    assert provenance["start"] == {"seed": 5, "embedding": "target"}
     seen = dspark("inspect", str(out), "--deep", "--json")
     assert seen.returncode == 0, seen.stdout
     assert json.loads(seen.stdout)["faults"] == []
@@ -110,7 +108,7 @@ def test_the_command_says_when_the_embedding_is_random(tiny_recipe: Path, tmp_pa
     done = dspark("init", str(tiny_recipe), str(tmp_path / "a"), *away)
     assert done.returncode == 0, done.stderr
     assert "random" in done.stdout
-    assert read_config(tmp_path / "a")[1]["embedding_source"] == "random"
+    assert read_config(tmp_path / "a")[1]["start"]["embedding"] == "random"
     wrong = sizes.replace("vocab_size: 50", "vocab_size: 60")
     done = dspark("init", str(tiny_recipe), str(tmp_path / "b"), wrong)
     assert done.returncode == 2

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from conftest import dspark
+from dspark.checkpoint.published import read_config
 from dspark.checkpoint.sizes import read_sizes
 from dspark.checkpoint.source import find_target
 from dspark.checkpoint.target import load_target
@@ -15,7 +16,7 @@ from dspark.cli.bounds import BenchLoad, draft_sizes
 from dspark.cli.console import Screen
 from dspark.cli.context import RunContext
 from dspark.cli.plan import plan_of, shown_bytes
-from dspark.config.load import load_draft_config, load_recipe
+from dspark.config.load import load_recipe
 from dspark.config.recipe import BenchSection, TargetSection
 from dspark.errors import DSparkError, TargetError
 
@@ -90,7 +91,7 @@ def test_draft_sizes_are_those_of_the_checkpoint(tiny_run: Path) -> None:
     from safetensors.torch import load_file
 
     tensors = load_file(str(tiny_run / "draft" / "model.safetensors"))
-    sizes = draft_sizes(load_draft_config(tiny_run / "draft"))
+    sizes = draft_sizes(read_config(tiny_run / "draft")[0])
     assert sizes.tensors == len(tensors)
     assert sizes.parameters == sum(t.numel() for t in tensors.values())
     assert sizes.trainable == sizes.parameters - tensors["embed_tokens.weight"].numel()

@@ -91,16 +91,18 @@ def _facts(
         ("Markov head", f"{config.markov_head_type}, rank {config.markov_rank}"),
         ("embedding", "left out (slim): the target's own is needed" if slim else "the target's"),
     ]
-    if provenance.get("embedding_source") == "random":
+    start = provenance.get("start")
+    if isinstance(start, dict) and start.get("embedding") == "random":
         rows[-1] = ("embedding", "random: this draft was never trained")
     return rows
 
 
 def _measured(provenance: dict[str, Any], figures: Figures | None) -> list[str]:
     if figures is None:
-        trained = provenance.get("trained", True)
         said = "Nothing was measured for this draft."
-        return [said if trained else f"{said} It is untrained: its weights are random."]
+        return [
+            f"{said} It is untrained: its weights are random." if "start" in provenance else said
+        ]
     header = ("prompts", "T", "acceptance length", "95 %", "plain tok/s", "draft tok/s", "speed-up",
               "same text as plain")  # fmt: skip
     rows = []

@@ -2,7 +2,7 @@
 
 A draft carries the target's embedding, and nothing else of it is needed to start one. From
 safetensors it is read in pieces, so that a target of a terabyte costs no more than its table; a
-GGUF stores it quantized and is read by transformers as a whole.
+GGUF stores it quantized and is read as a whole.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ def target_embedding(section: TargetSection, files: TargetFiles) -> TargetEmbedd
         CheckpointError: damaged weights.
     """
     if files.gguf is not None:
-        loaded = load_target(section, files)
-        weight = loaded.hf_model.get_input_embeddings().weight.detach()
+        weight = load_target(section, files).build((0,)).embedding_weight()
         return TargetEmbedding(
             tuple(weight.shape), weight.dtype, lambda: iter([weight.reshape(-1)])
         )

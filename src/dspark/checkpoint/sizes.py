@@ -17,7 +17,7 @@ from dspark.checkpoint.pretrained import count_parameters, read_config, text_siz
 from dspark.checkpoint.source import CONFIG_FILES, TargetFiles, fetch
 from dspark.checkpoint.target import shape_of
 from dspark.config.recipe import TargetSection
-from dspark.config.target import TargetConfig, TargetShape
+from dspark.config.target import TargetConfig, TargetShape, check_shape
 from dspark.model.target import DecoderTarget
 
 WIDTH = {"float32": 4, "bfloat16": 2}
@@ -67,6 +67,23 @@ def read_sizes(section: TargetSection, files: TargetFiles) -> TargetSizes:
         row = shape.num_hidden_layers * _adapter_row(shape, sizes) * width
         count = count_parameters(files, whole)
         return TargetSizes(shape, count, count, row, own_decoder=False)
+
+
+def check_told(section: TargetSection, files: TargetFiles) -> None:
+    """Compare ``target.sizes`` with the config of the target in ``files``, which are here.
+
+    Raises:
+        ConfigError: names the size that is not the target's.
+        TargetError: a config that cannot be read.
+    """
+    if section.sizes is None:
+        return
+    file = GGUFFile(files) if files.gguf is not None else None
+    if file is not None and file.covered:
+        sizes = file.config().model_dump()
+    else:
+        sizes = text_sizes(files, read_config(files))
+    check_shape(section.sizes, TargetShape.from_hf(sizes))
 
 
 def _own(shape: TargetShape, config: TargetConfig, width: int) -> TargetSizes:

@@ -30,6 +30,9 @@ from dspark.config.architecture import DraftConfig
 from dspark.errors import ConfigError
 from dspark.model.init import start_pieces
 
+START_NOTE = "start"
+"""Key of an untrained draft's provenance: ``seed``, and ``embedding``, "random" or "target"."""
+
 
 def write_start(
     folder: Path,
@@ -46,7 +49,7 @@ def write_start(
     Args:
         folder: must not exist, or be empty.
         config: the draft.
-        provenance: goes into config.json; where the embedding is from is added.
+        provenance: goes into config.json; seed and origin of the embedding are added.
         dtype: of every tensor.
         seed: of the random start.
         embedding: the target's; random without one.
@@ -80,7 +83,8 @@ def write_start(
             partial, specs, pieces, hashed=frozenset({EMBEDDING}), on_bytes=on_bytes
         )
         digest = written.digests[EMBEDDING]
-        told = {**provenance, "embedding_source": "random" if embedding is None else "target"}
+        start = {"seed": seed, "embedding": "random" if embedding is None else "target"}
+        told = {**provenance, START_NOTE: start}
         if embedding is not None:
             told[TARGET_NOTE] = digest
         write_config(partial, config, dtype, told, digest, files=written.files)

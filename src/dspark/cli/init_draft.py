@@ -12,7 +12,6 @@ from dspark import __version__
 from dspark.cli.context import RunContext
 from dspark.config.load import load_recipe
 from dspark.config.resolve import draft_config
-from dspark.config.target import check_shape
 
 if TYPE_CHECKING:
     from dspark.checkpoint.embedding import TargetEmbedding
@@ -63,8 +62,6 @@ def init_draft(
         "target_revision": run.recipe.target.revision,
         "target_dtype": run.recipe.target.dtype,
         "target_max_context": run.recipe.target.max_context,
-        "trained": False,
-        "seed": seed,
     }
     source = _embedding(run, embedding, provenance)
     with screen.bar("writing (MB)", total // 1_000_000) as bar:
@@ -85,7 +82,7 @@ def _embedding(
 ) -> TargetEmbedding | None:
     """The target's embedding or None; says which on the screen, and adds the found revision."""
     from dspark.checkpoint.embedding import target_embedding
-    from dspark.checkpoint.target import read_shape
+    from dspark.checkpoint.sizes import check_told
     from dspark.errors import MissingDependencyError, TargetError
 
     if wanted == "random":
@@ -102,7 +99,7 @@ def _embedding(
             "embedding", "random: the target's files are not here (--embedding target fetches them)"
         )
         return None
-    check_shape(run.recipe.target.sizes, read_shape(files))
+    check_told(run.recipe.target, files)
     provenance["target_revision"] = files.revision
     run.screen.stage("embedding", "the target's")
     return target_embedding(run.recipe.target, files)
