@@ -12,7 +12,7 @@ from dspark.checkpoint.published import read_config
 from dspark.checkpoint.sizes import read_sizes
 from dspark.checkpoint.source import find_target
 from dspark.checkpoint.target import load_target
-from dspark.cli.bounds import BenchLoad, draft_sizes
+from dspark.cli.bounds import REPORT, BenchLoad, draft_sizes
 from dspark.cli.console import Screen
 from dspark.cli.context import RunContext
 from dspark.cli.plan import plan_of, shown_bytes
