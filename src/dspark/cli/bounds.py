@@ -34,7 +34,7 @@ BATCH_ONE_TOKENS = 25.0  # plain tokens per second at batch 1, 100M-parameter ta
 PROCESS = 700_000_000  # Python with torch and transformers, before anything is loaded
 # JSON with indentation, names and 17-digit numbers at their longest.
 STEP_ROW, EVAL_ROW, ANSWER_ROW, RECORD_HEAD, TENSOR_HEAD = 480, 1400, 400, 2048, 200
-PROMPT_ARRAYS = 400  # keys and MinHash signature of one prompt
+PROMPT_KEYS, PROMPT_SIGNATURE = 64, 256  # what is remembered of one prompt while sieving
 MANIFEST, FILE_ROW, REPORT, BENCH_ROW, BENCH_TEXT = 32_768, 400, 65_536, 600, 24
 
 
@@ -123,7 +123,9 @@ class Bounds:
         disk = self.prompt_bytes + reports + self.manifest
         memory = target_weights(self.target, self.recipe.target.dtype, ()) + 20 * self.prompt_bytes
         rows = self.train_rows + self.held_rows
-        working = 2 * self.prompt_bytes + rows * 2 * PROMPT_ARRAYS + self.manifest
+        near = self.recipe.prompts.filters.near_duplicate is not None
+        arrays = rows * (PROMPT_KEYS + near * 2 * PROMPT_SIGNATURE)
+        working = self.prompt_bytes + arrays + REPORT
         return Need(rows, disk, working, memory, 5 + rows / 1000)
 
     def _answers(self) -> Need:
