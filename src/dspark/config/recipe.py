@@ -21,8 +21,8 @@ from dspark.config.architecture import (
     RopeParameters,
 )
 from dspark.config.layers import check_layer_order
-from dspark.config.target import TargetShape
 from dspark.config.prompts import PackageSource, PromptsSection, TokenizerSection
+from dspark.config.target import TargetShape
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 LEAST_TEMPERATURE = 0.01
