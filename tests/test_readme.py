@@ -26,7 +26,7 @@ from dspark.artifacts import atomic_json, begin, finish, new_manifest, parent_of
 from dspark.checkpoint.draft import save_draft
 from dspark.cli.main import app, entry
 from dspark.config.architecture import K3DraftConfig
-from dspark.config.load import load_recipe
+from dspark.config.load import load_prompts_recipe, load_recipe
 from dspark.model.draft import DSparkDraft
 from dspark.model.init import initialise
 
@@ -182,7 +182,7 @@ def test_every_verb_mentioned_exists_and_every_verb_is_in_the_readme() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("**/*.yaml")), ids=lambda p: p.name)
 def test_every_recipe_loads(path: Path) -> None:
-    load_recipe(path)
+    load_prompts_recipe(path)
 
 
 def test_every_yaml_of_the_readme_is_a_recipe(tmp_path: Path) -> None:

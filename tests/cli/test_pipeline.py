@@ -180,7 +180,7 @@ def test_a_verb_says_where_its_result_lies_and_what_was_left_out(tiny_recipe: Pa
              "bench.max_new_tokens=8", "regenerate.max_new_tokens=4"]  # fmt: skip
     done = dspark("prompts", str(tiny_recipe), *small)
     assert done.returncode == 0, done.stderr
-    assert f"{root}/prompts/prompts.jsonl\n" in done.stdout
+    assert f"{root}/prompts/shards\n" in done.stdout
     assert "have later turns, which are not asked" in " ".join(done.stdout.split())
     later = verify(root / "prompts").notes["with_later_turns"]
     assert sum(later.values()) == 3

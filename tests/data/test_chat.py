@@ -74,6 +74,14 @@ def test_smollm_own_system_turn_replaces_the_default(smollm):
     assert "named SmolLM" not in text
 
 
+def test_tools_are_rendered_and_a_template_that_leaves_them_out_is_refused():
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    shows = small_tokenizer("{% if tools %}<tool> {% endif %}" + TEMPLATE)
+    assert prompt_ids(shows, HELLO, tools) == [6, *prompt_ids(shows, HELLO)]
+    with pytest.raises(DataError, match="ignores them"):
+        prompt_ids(small_tokenizer(), HELLO, tools)
+
+
 def test_no_second_bos_is_added_by_a_tokenizer_that_adds_one():
     tokenizer = small_tokenizer("<bos> " + TEMPLATE)
     assert tokenizer("Hello").input_ids[0] == 1

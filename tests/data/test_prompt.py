@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from dspark.data.prompt import Prompt, first_problem, make_prompt
+from dspark.data.prompt import Prompt, first_problem, make_prompt, tokenised_prompt
 
 
 def turns(*roles):
@@ -15,7 +15,7 @@ def turns(*roles):
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([], "at least 1 item"),
+        ([], "either messages or input_ids"),
         (turns("user", "user"), "turn 1 is 'user', expected 'assistant'"),
         (turns("assistant"), "turn 0 is 'assistant', expected 'user'"),
         (turns("system", "assistant"), "turn 1 is 'assistant', expected 'user'"),
@@ -67,6 +67,29 @@ def test_ids_depend_on_everything_asked_and_on_nothing_else():
         make_prompt("train", "code", ["one"]).id,
     }
     assert len(others | same) == 6
+
+
+def test_tools_are_part_of_the_id_and_source_and_language_are_not():
+    tool = {"type": "function", "function": {"name": "add"}}
+    plain = make_prompt("train", "chat", ["one"], language="en", source="a, line 1")
+    assert plain.id == "chat-train-a19ef8da5875d5bc"
+    assert make_prompt("train", "chat", ["one"], tools=[tool]).id != plain.id
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "message"),
+    [
+        ([1, 2], [0], "one number for each of 2 ids, found 1"),
+        ([1, 2], [1, 1], "everything"),
+        ([1, 2], [0, 0], "nothing"),
+        ([1, 2], [0, 2], "0 and 1 only"),
+        ([-1, 2], [0, 1], "negative id"),
+    ],
+)
+def test_token_ids_need_a_mask_that_marks_some_of_them(ids, mask, message):
+    assert tokenised_prompt("train", "chat", [1, 2], [0, 1], "x").texts == []
+    with pytest.raises(ValidationError, match=message):
+        tokenised_prompt("train", "chat", ids, mask, "x")
 
 
 def test_first_problem_is_short_and_names_the_field():

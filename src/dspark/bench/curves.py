@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
 
 from dspark.bench.results import AcceptanceLength, Probability
 from dspark.config.architecture import Frozen
-from dspark.config.recipe import Category
+from dspark.config.prompts import Category
 
 
 class GradShare(Frozen):

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup
 
 from dspark.artifacts import atomic_write
@@ -36,6 +36,7 @@ from dspark.bench.results import (
 )
 from dspark.bench.svg import Plot
 from dspark.errors import ArtifactError, MissingArtifactError
+from dspark.page import page_environment
 
 REPORT_NAME = "report.html"
 _GROUPS = (("workload", "Workload prompts"), ("general", "General prompts"))
@@ -45,8 +46,6 @@ _KINDS = {
     "corrected": "corrected: the target's own, in place of a rejected draft token",
     "prompt": "prompt",
 }
-# Control characters are shown as pictures, except those that lay out text.
-_CONTROLS = {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t"} | {127: 0x2421}
 
 
 def render_report(
@@ -248,17 +247,6 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def _visible(text: str) -> str:
-    return text.translate(_CONTROLS)
-
-
-def _number(value: float | None, digits: int = 2) -> Markup:
-    """Rounded for the eye, exact for a program that reads the page; a dash where there is none."""
-    if value is None:
-        return Markup("–")
-    return Markup('<data value="{}">{}</data>').format(value, f"{value:.{digits}f}")
-
-
 def _inline_svg(plot: Plot) -> Markup:
     return Markup(plot.svg)
 
@@ -269,18 +257,10 @@ def _listed(values: Sequence[float], digits: int = 1) -> str:
 
 @cache
 def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("dspark.bench", "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = page_environment("dspark.bench")
     environment.filters |= {
         "duration": duration,
         "listed": _listed,
-        "number": _number,
         "svg": _inline_svg,
-        "visible": _visible,
     }
     return environment

@@ -42,7 +42,8 @@ from pydantic import (
 
 from dspark.artifacts import Made
 from dspark.config.architecture import Frozen
-from dspark.config.recipe import Category, PositiveFloat
+from dspark.config.prompts import Category
+from dspark.config.recipe import PositiveFloat
 from dspark.errors import DamagedArtifactError, ForeignArtifactError, MissingArtifactError
 
 PromptGroup = Literal["workload", "general"]

@@ -22,7 +22,8 @@ import torch
 from dspark.artifacts import Kind
 from dspark.checkpoint.sizes import WIDTH, TargetSizes
 from dspark.config.architecture import DraftConfig
-from dspark.config.recipe import BenchSection, PackageSource, Recipe
+from dspark.config.prompts import PackageSource
+from dspark.config.recipe import BenchSection, Recipe
 from dspark.config.resolve import draft_config
 from dspark.data.prompt import Prompt
 from dspark.model.draft import DSparkDraft
@@ -33,6 +34,7 @@ BATCH_ONE_TOKENS = 25.0  # plain tokens per second at batch 1, 100M-parameter ta
 PROCESS = 700_000_000  # Python with torch and transformers, before anything is loaded
 # JSON with indentation, names and 17-digit numbers at their longest.
 STEP_ROW, EVAL_ROW, ANSWER_ROW, RECORD_HEAD, TENSOR_HEAD = 480, 1400, 400, 2048, 200
+PROMPT_KEYS, PROMPT_SIGNATURE = 64, 256  # what is remembered of one prompt while sieving
 MANIFEST, FILE_ROW, REPORT, BENCH_ROW, BENCH_TEXT = 32_768, 400, 65_536, 600, 24
 
 
@@ -78,7 +80,10 @@ class Bounds:
         self.config = draft_config(recipe.draft, target.shape)
         self.draft = draft_sizes(self.config)
         sources = recipe.prompts.sources
-        self.train_rows = sum(s.train for s in sources if not isinstance(s, PackageSource))
+        # `all` is refused in a run's recipe, which is what makes a plan possible.
+        self.train_rows = sum(
+            s.train for s in sources if not isinstance(s, PackageSource) and s.train != "all"
+        )
         self.held_rows = sum(s.held_out for s in sources)
         self.length = recipe.prompts.max_prompt_tokens + recipe.regenerate.max_new_tokens
         self.tokens = self.train_rows * self.length
@@ -113,10 +118,15 @@ class Bounds:
         )
 
     def _prompts(self) -> Need:
-        disk = self.prompt_bytes + REPORT * (1 + len(self.recipe.prompts.sources)) + self.manifest
+        # report.json, report.html and contamination.json
+        reports = 3 * REPORT * (1 + len(self.recipe.prompts.sources))
+        disk = self.prompt_bytes + reports + self.manifest
         memory = target_weights(self.target, self.recipe.target.dtype, ()) + 20 * self.prompt_bytes
         rows = self.train_rows + self.held_rows
-        return Need(rows, disk, self.prompt_bytes, memory, 5 + rows / 1000)
+        near = self.recipe.prompts.filters.near_duplicate is not None
+        arrays = rows * (PROMPT_KEYS + near * 2 * PROMPT_SIGNATURE)
+        working = self.prompt_bytes + arrays + REPORT
+        return Need(rows, disk, working, memory, 5 + rows / 1000)
 
     def _answers(self) -> Need:
         shape, section = self.target.shape, self.recipe.regenerate

@@ -14,7 +14,8 @@ from dspark.cli.draft_target import load_target_of, target_section
 from dspark.cli.plan import print_draft_plan
 from dspark.cli.stages import bench_draft, length_text
 from dspark.config.load import apply_override
-from dspark.config.recipe import BenchSection, FileSource, OrderTicketSource
+from dspark.config.prompts import FileSource, OrderTicketSource
+from dspark.config.recipe import BenchSection
 from dspark.data.jsonl import read_json_lines
 from dspark.data.sources import prompts_of
 from dspark.errors import ConfigError

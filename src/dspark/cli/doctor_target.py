@@ -19,10 +19,11 @@ from dspark.checkpoint.target import LoadedTarget, load_target
 from dspark.cli.console import Screen
 from dspark.cli.provenance import target_identity
 from dspark.cli.stages import end_ids
-from dspark.config.recipe import FileSource, OrderTicketSource, TargetSection
+from dspark.config.prompts import FileSource, OrderTicketSource
+from dspark.config.recipe import TargetSection
 from dspark.data.chat import prompt_ids, template_hash, tokenizer_hash, usable_mask_ids
 from dspark.data.jsonl import read_json_lines
-from dspark.data.prompts import read_prompts
+from dspark.data.shards import read_prompts
 from dspark.data.sources import prompts_of
 from dspark.doctor.files import check_recorded, check_target_facts
 from dspark.doctor.findings import Check, skipped
@@ -169,7 +170,7 @@ def _prompts(request: Request, target: LoadedTarget) -> list[list[int]]:
         count = len(list(read_json_lines(request.prompts)))
         chosen = _file_prompts(request.prompts, min(count, PROMPTS))
     elif run is not None:
-        held = [q for q in read_prompts(run / "prompts" / "prompts.jsonl") if q.split == "held_out"]
+        held = read_prompts(run / "prompts", "held_out")
         chosen = [q.messages for q in held[:PROMPTS]]
     else:
         source = OrderTicketSource(kind="order_tickets", held_out=PROMPTS, seed=1)

@@ -113,9 +113,45 @@ def run(recipe: RecipePath, overrides: Overrides = None, plan: Plan = False) -> 
 
 
 @app.command()
-def prompts(recipe: RecipePath, overrides: Overrides = None, plan: Plan = False) -> None:
-    """Make the prompts: sources, duplicates out, too long ones out, splits apart."""
-    _stages(recipe, overrides, plan, "prompts")
+def prompts(
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RECIPE]", help="A recipe of a run, or of prompts alone."),
+    ] = None,
+    overrides: Overrides = None,
+    input: Annotated[
+        list[Path] | None, typer.Option(help="Without a recipe: file or folder of prompts.")
+    ] = None,
+    traffic: Annotated[
+        list[Path] | None, typer.Option(help="Without a recipe: log of your own requests.")
+    ] = None,
+    against: Annotated[
+        list[Path] | None, typer.Option(help="Evaluation items that prompts must not contain.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Without a recipe: folder to write.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Path or hub id: count tokens, compare by tokens too.")
+    ] = None,
+    scrub: Annotated[
+        str | None, typer.Option(help="What is done to traffic: default, none, module:function.")
+    ] = None,
+    plan: Plan = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Make the prompts: recognise, filter, remove duplicates, decontaminate, report."""
+    from dspark.cli.prompts import Loose, run_prompts_verb
+
+    loose = Loose(
+        tuple(input or ()), tuple(traffic or ()), tuple(against or ()), out, tokenizer, scrub
+    )
+    run_prompts_verb(
+        recipe,
+        overrides or [],
+        loose,
+        plan=plan,
+        as_json=as_json,
+        run=lambda path, values: _stages(path, values, plan, "prompts"),
+    )
 
 
 @app.command()

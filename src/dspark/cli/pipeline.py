@@ -31,7 +31,7 @@ from dspark.artifacts import (
 from dspark.cli.context import RunContext, StageResult
 from dspark.cli.report import write_report_files
 from dspark.cli.stages import RUNNERS, checked_draft_config
-from dspark.data.identity import source_identity
+from dspark.data.identity import section_identity
 from dspark.decoding.verify import check_modes
 from dspark.errors import MissingArtifactError
 
@@ -64,7 +64,7 @@ def config_of(run: RunContext, kind: Kind) -> dict[str, Any]:
         # What it starts from counts, where that lies does not.
         plain["train"]["init_from"] = run.start_hash
     if kind == "prompts":
-        plain["prompts"]["sources"] = [source_identity(s) for s in recipe.prompts.sources]
+        plain["prompts"] = section_identity(recipe.prompts)
     if kind == "states":
         ids = recipe.draft.target_layer_ids
         plain["layer_ids"] = None if ids is None else list(ids)

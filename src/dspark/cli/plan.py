@@ -28,7 +28,7 @@ from dspark.cli.bounds import (
 from dspark.cli.console import Screen
 from dspark.cli.context import RunContext
 from dspark.config.recipe import BenchSection, TargetSection
-from dspark.data.sources import prompts_of
+from dspark.data.sources import usable_prompts
 
 
 def plan_of(run: RunContext) -> dict[Kind, Need]:
@@ -43,7 +43,7 @@ def plan_of(run: RunContext) -> dict[Kind, Need]:
     size, sources = 0, run.recipe.prompts.sources
     with run.screen.bar("reading prompt sources", len(sources)) as bar:
         for source in sources:
-            size += prompt_bytes(prompts_of(source))
+            size += prompt_bytes(usable_prompts(source))
             bar.advance()
     return Bounds(run.recipe, target, size).needs()
 

@@ -84,19 +84,21 @@ def versions() -> dict[str, str]:
     return {"dspark": __version__, "python": platform.python_version(), **found}
 
 
-def machine() -> dict[str, str | int | float]:
-    """Device the figures were measured on."""
-    import torch
-
-    name = platform.processor() or platform.machine()
+def cpu_name() -> str:
+    """What the processor calls itself."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-                break
-    if torch.cuda.is_available():
-        name = torch.cuda.get_device_name(0)
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def machine() -> dict[str, str | int | float]:
+    """Device the figures were measured on."""
+    import torch
+
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else cpu_name()
     return {"device": name, "cores": os.cpu_count() or 1, "threads": torch.get_num_threads()}
 
 

@@ -19,7 +19,9 @@ WORKLOADS = {
     "reasoning_gym": "reasoning-gym tasks",
     "human_eval": "HumanEval functions",
     "mt_bench": "MT-Bench questions",
-    "file": "prompts of a local file",
+    "file": "prompts of local files",
+    "hub": "prompts of a hub data set",
+    "traffic": "logged requests",
 }
 
 

@@ -30,8 +30,10 @@ from dspark.config.recipe import BenchSection
 from dspark.config.resolve import differences, draft_config, layer_ids
 from dspark.data.chat import check_mask_token, end_of_turn_ids, prompt_ids
 from dspark.data.prompt import Prompt
-from dspark.data.prompts import build_prompts, read_prompts, write_prompts
+from dspark.data.prompts import build_prompts
 from dspark.data.regenerate import ANSWERS, UNFINISHED, regenerate
+from dspark.data.shards import read_prompts
+from dspark.data.tokens import TokenizerTokens
 from dspark.engine.decode import Decoder
 from dspark.engine.drafter import Drafter
 from dspark.engine.generate import BatchGenerator
@@ -41,7 +43,6 @@ from dspark.hidden.disk import DiskStore
 from dspark.training.checkpoint import FILE as RESUME_FILE
 from dspark.training.stage import TargetParts, train_draft
 
-PROMPTS = "prompts.jsonl"
 STATES = "records"
 
 
@@ -68,38 +69,27 @@ def checked_draft_config(run: RunContext) -> DraftConfig:
 
 
 def run_prompts(run: RunContext, folder: Path) -> StageResult:
-    """Sources -> ``prompts.jsonl``; the recipe's mask token was checked before."""
-    target = run.target
+    """Sources -> shards and their report; the recipe's mask token was checked before."""
+    tokens = TokenizerTokens(run.target.tokenizer)
     with run.screen.bar("making prompts", None) as bar:
-
-        def count(messages: list[dict[str, str]]) -> int:
-            bar.advance()
-            return len(prompt_ids(target.tokenizer, messages))
-
-        prompts, report = build_prompts(run.recipe.prompts, count)
-    write_prompts(folder / PROMPTS, prompts)
-    atomic_json(folder / "report.json", report.model_dump(mode="json"))
-    counts = {split: sum(q.split == split for q in prompts) for split in ("train", "held_out")}
+        report = build_prompts(run.recipe.prompts, folder, tokens, on_rows=bar.advance)
+    counts = report.counts()
     line = f"{counts['train']} to train on, {counts['held_out']} held out"
-    later = {split: _with_later_turns(prompts, split) for split in counts}
+    later = report.later_turns
     if any(later.values()):
         run.screen.stage(
             "prompts",
             f"{later['train']} to train on and {later['held_out']} held out have later turns, "
             "which are not asked: only the first of the user is",
         )
-    return StageResult(counts, {"with_later_turns": later}, line)
-
-
-def _with_later_turns(prompts: list[Prompt], split: str) -> int:
-    return sum(bool(q.later_turns) for q in prompts if q.split == split)
+    return StageResult(counts, {"with_later_turns": dict(later)}, line)
 
 
 def run_answers(run: RunContext, folder: Path) -> StageResult:
     """The target answers the training prompts."""
     target, section = run.target, run.recipe.regenerate
-    prompts = [q for q in read_prompts(run.folder("prompts") / PROMPTS) if q.split == "train"]
-    rows = [(q.id, q.category, prompt_ids(target.tokenizer, q.messages)) for q in prompts]
+    prompts = read_prompts(run.folder("prompts"), "train")
+    rows = [(q.id, q.category, prompt_ids(target.tokenizer, q.messages, q.tools)) for q in prompts]
     longest = max((len(ids) for _, _, ids in rows), default=0)
     engine = BatchGenerator(
         target.build(layer_ids(run.recipe.draft, target.num_layers), section.precision),
@@ -185,7 +175,7 @@ def run_draft(run: RunContext, folder: Path) -> StageResult:
 
 def run_bench(run: RunContext, folder: Path) -> StageResult:
     """Held-out prompts through both arms; writes ``bench.json`` and the headline rows."""
-    prompts = [q for q in read_prompts(run.folder("prompts") / PROMPTS) if q.split == "held_out"]
+    prompts = read_prompts(run.folder("prompts"), "held_out")
     journal = Journal(folder / UNFINISHED_BENCH, run.origin.machine)
     if journal.from_elsewhere:
         run.screen.stage("bench", "begun on another machine: all speeds are measured here again")
@@ -269,7 +259,10 @@ def bench_draft(
         )
     rows = [
         BenchPrompt(
-            q.id, q.category, q.messages[-1]["content"], prompt_ids(target.tokenizer, q.messages)
+            q.id,
+            q.category,
+            q.messages[-1]["content"],
+            prompt_ids(target.tokenizer, q.messages, q.tools),
         )
         for q in measured_prompts(prompts, section)
     ]

@@ -17,15 +17,17 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
-from dspark.config.architecture import DraftConfig, draft_class
+from dspark.config.architecture import DraftConfig, Frozen, draft_class
 from dspark.config.faults import item_type, known_keys, nearest, refuse, show
-from dspark.config.recipe import Recipe
+from dspark.config.recipe import DataRecipe, Recipe
 from dspark.errors import ConfigError
+
+Loaded = TypeVar("Loaded", Recipe, DataRecipe)
 
 
 class _PlainLoader(yaml.SafeLoader):
@@ -100,7 +102,21 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         ConfigError: unreadable file, broken YAML, unknown override or any fault of the schema.
     """
+    return _load(Path(path), Recipe, overrides)
+
+
+def load_prompts_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe | DataRecipe:
+    """As :func:`load_recipe`, for a run's recipe or for one of prompts alone.
+
+    The latter has neither a target nor a draft. Raises as :func:`load_recipe`.
+    """
     path = Path(path)
+    data = _mapping(path)
+    whole = bool({"target", "draft"} & set(data))
+    return _load(path, Recipe, overrides) if whole else _load(path, DataRecipe, overrides)
+
+
+def _mapping(path: Path) -> dict[str, Any]:
     data = parse_yaml(_read_text(path, "a recipe file"), str(path))
     if not isinstance(data, dict):
         raise ConfigError(
@@ -109,11 +125,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             where=str(path),
             fix="Start from one of the YAML files in recipes/.",
         )
-    touched = [apply_override(data, text) for text in overrides]
+    return data
+
+
+def _load(path: Path, model: type[Loaded], overrides: Sequence[str]) -> Loaded:
+    data = _mapping(path)
+    touched = [apply_override(data, text, model) for text in overrides]
     try:
-        return Recipe.model_validate(data)
+        return model.model_validate(data)
     except ValidationError as error:
-        refuse(error, data, Recipe, str(path), touched)
+        refuse(error, data, model, str(path), touched)
 
 
 def read_json_object(path: Path, what: str) -> dict[str, Any]:
@@ -161,8 +182,8 @@ def parse_draft_config(raw: dict[str, Any], where: str) -> DraftConfig:
 # --- overrides -----------------------------------------------------------------------------------
 
 
-def apply_override(data: dict[str, Any], text: str) -> str:
-    """Set one ``dotted.key=value`` in ``data`` in place and return the dotted key.
+def apply_override(data: dict[str, Any], text: str, model: type[Frozen] = Recipe) -> str:
+    """Set one ``dotted.key=value`` of a ``model`` in ``data`` in place; return the dotted key.
 
     Sections that the file leaves out are created; list elements must exist already.
 
@@ -178,7 +199,7 @@ def apply_override(data: dict[str, Any], text: str) -> str:
         _refuse_override(where, "a value after '='", "nothing", "Write =null, or ='' for no text.")
     value = parse_yaml(value_text, where)
     node: Any = data
-    schema: Any = Recipe
+    schema: Any = model
     for depth, key in enumerate(keys):
         last = depth == len(keys) - 1
         at = ".".join(keys[:depth]) or "the recipe"

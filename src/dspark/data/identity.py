@@ -1,8 +1,8 @@
 """What decides a prompt set besides the recipe's text: files and packages from outside.
 
-A recipe names a prompt file by its path and an evaluation set by its package. Both can change while
-the recipe does not, and work made from the old ones must not be taken for current. So a file counts
-by its content, wherever it lies, and a package by its version.
+A recipe names files by path and benchmarks by package. Both can change while the recipe does not,
+and work made from the old ones must not be taken for current. So a file counts by its content,
+wherever it lies, a package by its version, and a hub data set by its pinned commit.
 """
 
 from __future__ import annotations
@@ -12,25 +12,51 @@ from pathlib import Path
 from typing import Any
 
 from dspark.artifacts import sha256_file
-from dspark.config.recipe import FileSource, PackageSource, PromptSource, ReasoningGymSource
-from dspark.data.sources import PACKAGES
+from dspark.config.prompts import (
+    FileSource,
+    PackageSource,
+    PromptSource,
+    PromptsSection,
+    ReasoningGymSource,
+    TrafficSource,
+)
+from dspark.data.packages import PACKAGES
+from dspark.data.records import record_files
 from dspark.errors import DataError, MissingDependencyError
 
 GENERATOR = "reasoning-gym"
 
 
+def section_identity(section: PromptsSection) -> dict[str, Any]:
+    """The section as plain JSON with content hashes and versions in place of paths.
+
+    Raises:
+        DataError: a file that it names cannot be read.
+        MissingDependencyError: a package that it names is not installed.
+    """
+    plain = section.model_dump(mode="json")
+    plain["sources"] = [source_identity(source) for source in section.sources]
+    wanted = section.filters.contamination
+    if wanted is not None:
+        compared = plain["filters"]["contamination"]
+        compared["against"] = [_content(Path(path)) for path in wanted.against]
+        kinds = PACKAGES if wanted.benchmarks == "installed" else wanted.benchmarks
+        compared["benchmarks"] = {kind: _installed(PACKAGES[kind][0]) for kind in kinds}
+    return plain
+
+
 def source_identity(source: PromptSource) -> dict[str, Any]:
-    """The settings of a source, with ``sha256`` of its file in place of the path, or with the
+    """The settings of a source, with the hashes of its files in place of the path, or with the
     ``package_version`` it reads or runs.
 
     Raises:
-        DataError: the file cannot be read.
+        DataError: a file cannot be read.
         MissingDependencyError: the package is not installed.
     """
     settings = source.model_dump(mode="json")
-    if isinstance(source, FileSource):
+    if isinstance(source, (FileSource, TrafficSource)):
         del settings["path"]
-        return {**settings, "sha256": _content_hash(Path(source.path))}
+        return {**settings, "sha256": _content(Path(source.path))}
     if isinstance(source, PackageSource):
         return {**settings, "package_version": _version(PACKAGES[source.kind][0], "--no-deps ")}
     if isinstance(source, ReasoningGymSource):
@@ -38,25 +64,37 @@ def source_identity(source: PromptSource) -> dict[str, Any]:
     return settings
 
 
-def _content_hash(path: Path) -> str:
+def _content(path: Path) -> list[list[str]]:
+    """Name below ``path`` and sha256 of each file; a single file counts without its name."""
+    found = []
+    for file in record_files(path):
+        name = "" if file == path else file.relative_to(path).as_posix()
+        try:
+            found.append([name, sha256_file(file)[1]])
+        except OSError as error:
+            raise DataError(
+                expected="a readable file of prompts",
+                found=error.strerror or str(error),
+                where=str(file),
+                fix="Grant read permission to this user.",
+            ) from error
+    return found
+
+
+def _installed(package: str) -> str | None:
     try:
-        return sha256_file(path)[1]
-    except OSError as error:
-        raise DataError(
-            expected="a readable file of prompts",
-            found=error.strerror or str(error),
-            where=str(path),
-            fix="Correct the path in prompts.sources; it is taken from the current folder.",
-        ) from error
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _version(package: str, options: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError as error:
+    version = _installed(package)
+    if version is None:
         raise MissingDependencyError(
             expected=f"the package {package}",
             found="it is not installed",
             where="prompts.sources",
             fix=f"pip install {options}{package}",
-        ) from error
+        )
+    return version

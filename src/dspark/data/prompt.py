@@ -12,11 +12,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from dspark.config.recipe import Category
+from dspark.config.prompts import Category
 
 Split = Literal["train", "held_out"]
 ROLES = ("system", "user", "assistant")
@@ -27,7 +27,11 @@ class Prompt(BaseModel):
 
     ``messages`` holds ``{"role", "content"}`` dictionaries: an optional system turn, then user and
     assistant turns in alternation, the last one a user turn. They are
-    plain lists and dictionaries because chat templates take nothing else.
+    plain lists and dictionaries because chat templates take nothing else. ``tools`` are the
+    functions the target may call, as its chat template takes them. ``language`` is an ISO 639 code
+    (``und``: not known) and ``source`` says where the row was found.
+
+    A row that came as token ids has ``input_ids`` and ``loss_mask`` and no messages.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -35,8 +39,13 @@ class Prompt(BaseModel):
     id: str = Field(min_length=1)
     split: Split
     category: Category
-    messages: list[dict[str, str]] = Field(min_length=1)
+    messages: list[dict[str, str]]
     later_turns: list[str] = Field(default_factory=list)
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    language: str = "und"
+    source: str = ""
+    input_ids: list[int] | None = None
+    loss_mask: list[int] | None = None
 
     @field_validator("messages")
     @classmethod
@@ -46,7 +55,7 @@ class Prompt(BaseModel):
                 raise ValueError(f"turn {number} has keys {sorted(message)}, not role and content")
             check_text(message["content"], f"turn {number} ({message['role']})")
         check_roles([message["role"] for message in messages])
-        if messages[-1]["role"] != "user":
+        if messages and messages[-1]["role"] != "user":
             raise ValueError("the last turn must be the user's: there is nothing to answer")
         return messages
 
@@ -56,6 +65,35 @@ class Prompt(BaseModel):
         for number, turn in enumerate(turns):
             check_text(turn, f"later turn {number}")
         return turns
+
+    @model_validator(mode="after")
+    def _messages_or_ids(self) -> Prompt:
+        if bool(self.messages) == (self.input_ids is not None):
+            raise ValueError("either messages or input_ids, and not both")
+        if self.input_ids is not None:
+            check_mask(self.input_ids, self.loss_mask)
+        return self
+
+    @property
+    def texts(self) -> list[str]:
+        """Everything that is asked, turn by turn: messages, then later turns."""
+        return [message["content"] for message in self.messages] + self.later_turns
+
+
+def check_mask(ids: Sequence[int], mask: Sequence[int] | None) -> None:
+    """Raise ``ValueError`` unless ``mask`` marks some, but not all, of ``ids``."""
+    if mask is None or len(mask) != len(ids):
+        found = "none" if mask is None else str(len(mask))
+        raise ValueError(
+            f"loss_mask must hold one number for each of {len(ids)} ids, found {found}"
+        )
+    if not set(mask) <= {0, 1}:
+        raise ValueError("loss_mask must hold 0 and 1 only")
+    if sum(mask) in {0, len(mask)}:
+        share = "nothing" if not sum(mask) else "everything, the prompt too"
+        raise ValueError(f"loss_mask marks {share} as the target's own")
+    if any(i < 0 for i in ids):
+        raise ValueError("input_ids holds a negative id")
 
 
 def check_text(text: str, where: str) -> None:
@@ -89,10 +127,15 @@ def make_prompt(
     user_turns: Sequence[str],
     system: str | None = None,
     examples: Sequence[tuple[str, str]] = (),
+    *,
+    tools: Sequence[dict[str, Any]] = (),
+    language: str = "und",
+    source: str = "",
 ) -> Prompt:
     """A prompt that asks the first of ``user_turns``; its id hashes everything that is in it.
 
-    ``examples`` are worked (user, assistant) turns that come before the question.
+    ``examples`` are worked (user, assistant) turns that come before the question. ``language`` and
+    ``source`` say where it comes from and are no part of the id.
 
     Raises:
         pydantic.ValidationError: no turn, an empty turn or a malformed category.
@@ -104,15 +147,42 @@ def make_prompt(
     messages += [{"role": "user", "content": turn} for turn in user_turns[:1]]
     later = list(user_turns[1:])
     # ensure_ascii keeps the hash defined for text that the validators are about to refuse.
-    text = json.dumps([messages, later], ensure_ascii=True, separators=(",", ":"))
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    asked: list[Any] = [messages, later, list(tools)] if tools else [messages, later]
     return Prompt(
-        id=f"{category}-{split}-{digest}",
+        id=prompt_id(category, split, asked),
         split=split,
         category=category,
         messages=messages,
         later_turns=later,
+        tools=list(tools),
+        language=language,
+        source=source,
     )
+
+
+def tokenised_prompt(
+    split: Split, category: str, ids: list[int], mask: list[int], source: str
+) -> Prompt:
+    """A row that is token ids already, kept as it is.
+
+    Raises:
+        pydantic.ValidationError: see :func:`check_mask`.
+    """
+    return Prompt(
+        id=prompt_id(category, split, [ids, mask]),
+        split=split,
+        category=category,
+        messages=[],
+        source=source,
+        input_ids=ids,
+        loss_mask=mask,
+    )
+
+
+def prompt_id(category: str, split: Split, asked: Any) -> str:
+    """Category, split and 64 bits of the sha256 of what is asked."""
+    text = json.dumps(asked, ensure_ascii=True, separators=(",", ":"))
+    return f"{category}-{split}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def first_problem(error: ValidationError) -> str:

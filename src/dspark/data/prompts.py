@@ -1,246 +1,234 @@
-"""From a recipe's sources to one clean list of prompts, with an account of everything left out.
+"""From a recipe's sources to a clean prompt set, with an account of everything left out.
 
-Three rules, in this order, held-out prompts first: an exact duplicate is dropped; a training
-prompt whose question is also a held-out question is dropped (whatever became of the held-out
-one), because a draft measured on text it was trained on looks better than it is; a prompt
-longer than ``max_prompt_tokens`` is dropped. Texts are compared without case and with white space
-normalised. Nothing is dropped silently: the report counts by source, split and reason.
+Three passes, none of which holds the texts of more than one chunk:
+
+1. rows are read, recognised and judged one by one, in chunks that are kept on disk
+   (:mod:`dspark.data.sieve`, :mod:`dspark.data.chunks`);
+2. keys and signatures of what passed decide about duplicates and shares
+   (:mod:`dspark.data.selection`);
+3. what is left is copied into shards (:mod:`dspark.data.shards`), and the report is written.
+
+A chunk is a function of the recipe and its files alone, so a stage that was killed anywhere goes on
+with the next chunk and ends with the very same files.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-from pydantic import ValidationError
+import numpy as np
+import numpy.typing as npt
 
-from dspark.artifacts import atomic_write
-from dspark.config.architecture import Frozen
-from dspark.config.recipe import PackageSource, PromptSource, PromptsSection
-from dspark.data.jsonl import read_json_lines
-from dspark.data.prompt import Prompt, Split, first_problem
-from dspark.data.sources import prompts_of
+from dspark.artifacts import atomic_json
+from dspark.config.prompts import PackageSource, PromptSource, PromptsSection
+from dspark.data.chunks import CHUNK_ROWS, Account, Chunks
+from dspark.data.prompt import Split
+from dspark.data.prompt_page import write_page
+from dspark.data.prompt_report import (
+    SPLITS,
+    Cluster,
+    DuplicateReport,
+    PromptReport,
+    build_report,
+    drop_summary,
+)
+from dspark.data.selection import STEPS, Selection, select
+from dspark.data.shards import ShardWriter
+from dspark.data.sieve import Sieve
+from dspark.data.sources import Candidate, candidates_of
+from dspark.data.tokens import Tokens
 from dspark.errors import DataError
 
-Reason = Literal["duplicate", "in_held_out", "too_long"]
-CountTokens = Callable[[list[dict[str, str]]], int]
-SPLITS: tuple[Split, Split] = ("train", "held_out")
-
-
-class Drop(Frozen):
-    """How many prompts of one split were dropped for one reason, and the first of them."""
-
-    split: Split
-    reason: Reason
-    count: int
-    example: str
-
-
-class SourceReport(Frozen):
-    """What one source gave (``made``) and what was left of it (``kept``), by split."""
-
-    source: str
-    category: str
-    made: dict[Split, int]
-    kept: dict[Split, int]
-    drops: tuple[Drop, ...]
-
-
-class PromptReport(Frozen):
-    """The account of a whole prompt set; made = kept + dropped in every source and split."""
-
-    sources: tuple[SourceReport, ...]
-
-    def kept(self, split: Split) -> int:
-        """Prompts kept in ``split`` over all sources."""
-        return sum(source.kept[split] for source in self.sources)
-
-    def dropped(self, split: Split) -> int:
-        """Prompts dropped from ``split`` over all sources, for any reason."""
-        return sum(d.count for source in self.sources for d in source.drops if d.split == split)
-
-
-class _Sieve:
-    """The three rules, with the memory they need. Feed it held-out prompts before training ones."""
-
-    def __init__(self, count_tokens: CountTokens, max_tokens: int) -> None:
-        self._count_tokens = count_tokens
-        self._max_tokens = max_tokens
-        self._seen: set[tuple[str, ...]] = set()
-        self._held_out_questions: set[str] = set()
-
-    def reason(self, prompt: Prompt) -> tuple[Reason, str] | None:
-        """Why ``prompt`` is dropped, with an example text; ``None`` keeps it."""
-        key = tuple(_normal(message["content"]) for message in prompt.messages)
-        question = key[-1]
-        text = f"{prompt.id}: {prompt.messages[-1]['content'][:80]!r}"
-        if prompt.split == "train" and question in self._held_out_questions:
-            return "in_held_out", text
-        if prompt.split == "held_out":
-            self._held_out_questions.update((question, *map(_normal, prompt.later_turns)))
-        if key in self._seen:
-            return "duplicate", text
-        self._seen.add(key)
-        tokens = self._count_tokens(prompt.messages)
-        if tokens > self._max_tokens:
-            return "too_long", f"{tokens} tokens > {self._max_tokens} in {text}"
-        return None
+REPORT = "report.json"
+HITS = "contamination.json"
+_LARGEST = 20
+_SHOWN = 3
 
 
 def build_prompts(
-    section: PromptsSection, count_tokens: CountTokens
-) -> tuple[list[Prompt], PromptReport]:
-    """Read every source and apply the three rules.
+    section: PromptsSection,
+    folder: Path,
+    tokens: Tokens | None,
+    *,
+    keep_ids: bool = False,
+    on_rows: Callable[[int], None] = lambda rows: None,
+) -> PromptReport:
+    """Write shards, ``report.json``, ``report.html`` and ``contamination.json`` into ``folder``.
 
     Args:
         section: the recipe's ``prompts``.
-        count_tokens: length in tokens of messages under the target's chat template.
-
-    Returns:
-        Training prompts in source order, then held-out prompts in source order; and the report.
+        folder: exists; finished chunks of an earlier attempt in it are used.
+        tokens: the target's tokenizer; None leaves out what needs one, and the report says so.
+        keep_ids: keep rows of token ids instead of refusing them.
+        on_rows: called with the number of rows read since the last call.
 
     Raises:
-        DataError: nothing was asked for, or a split that a category asked for ended up empty.
-        ConfigError, MissingDependencyError: see :func:`dspark.data.sources.prompts_of`.
+        DataError: a row that is refused, nothing asked for, or a category that kept nothing of a
+            split it asked for.
+        ConfigError, MissingDependencyError: see :func:`dspark.data.sources.candidates_of`.
     """
-    made = [list(prompts_of(source)) for source in section.sources]
-    sieve = _Sieve(count_tokens, section.max_prompt_tokens)
-    kept: dict[Split, list[list[Prompt]]] = {split: [[] for _ in made] for split in SPLITS}
-    drops: list[list[tuple[Split, Reason, str]]] = [[] for _ in made]
-    for split in reversed(SPLITS):
-        for number, prompts in enumerate(made):
-            for prompt in prompts:
-                if prompt.split != split:
-                    continue
-                verdict = sieve.reason(prompt)
-                if verdict is None:
-                    kept[split][number].append(prompt)
-                else:
-                    drops[number].append((split, *verdict))
-    reports = tuple(
-        SourceReport(
-            source=f"sources.{number} ({source.kind})",
-            category=source.category,
-            made={split: sum(p.split == split for p in made[number]) for split in SPLITS},
-            kept={split: len(kept[split][number]) for split in SPLITS},
-            drops=_tally(drops[number]),
+    _refuse_nothing(section.sources)
+    chunks = Chunks(folder)
+    sieve = Sieve(section, tokens, keep_ids)
+    count = _sieve_all(section, sieve, chunks, on_rows)
+    account = chunks.account(count)
+    rows = chunks.rows(count)
+    near = section.filters.near_duplicate is not None
+    signatures = chunks.signatures(count, len(rows) if near else 0)
+    beginnings = chunks.beginnings(count)
+    selection = select(rows, signatures, beginnings, account.held_out_questions, section)
+    told = _write_shards(folder, chunks.lines(count), rows, selection)
+    _count_selection(account, rows, selection, told)
+    _refuse_empty(section.sources, account, rows[selection.step == 0])
+    report = build_report(
+        section.sources,
+        account,
+        rows[selection.step == 0],
+        _clusters(selection, told),
+        sieve.benchmarks,
+        counted_tokens=tokens is not None,
+    )
+    atomic_json(folder / HITS, account.hits)
+    atomic_json(folder / REPORT, report.model_dump(mode="json"))
+    write_page(folder, report)
+    del signatures
+    chunks.remove()
+    return report
+
+
+def _sieve_all(
+    section: PromptsSection, sieve: Sieve, chunks: Chunks, on_rows: Callable[[int], None]
+) -> int:
+    """Sieve what is not sieved yet; the number of chunks."""
+    candidates = _numbered(section.sources)
+    number = 0
+    while batch := list(islice(candidates, CHUNK_ROWS)):
+        if not chunks.done(number):
+            chunks.put(number, sieve.chunk(batch))
+        on_rows(len(batch))
+        number += 1
+    return number
+
+
+def _numbered(sources: Sequence[PromptSource]) -> Iterator[tuple[int, Candidate]]:
+    for number, source in enumerate(sources):
+        for candidate in candidates_of(source):
+            yield number, candidate
+
+
+def _write_shards(
+    folder: Path, lines: Iterator[str], rows: npt.NDArray[Any], selection: Selection
+) -> dict[int, str]:
+    """Copy what is kept into shards; texts of the rows that the report tells about."""
+    wanted = _told_about(selection)
+    told: dict[int, str] = {}
+    writer = ShardWriter(folder)
+    for number, line in enumerate(lines):
+        if selection.step[number] == 0:
+            writer.add("held_out" if rows["held_out"][number] else "train", line)
+        if number in wanted:
+            row = json.loads(line)
+            text = row["messages"][-1]["content"] if row["messages"] else "token ids"
+            told[number] = f"{row['id']}: {text[:160]!r}"
+    writer.close()
+    return told
+
+
+def _told_about(selection: Selection) -> set[int]:
+    wanted = {int(dropped[0]) for step in STEPS[1:] if len(dropped := selection.dropped(step))}
+    for _, kept, lost in _largest(selection):
+        wanted |= {kept, *lost[:_SHOWN]}
+    return wanted
+
+
+def _largest(selection: Selection) -> list[tuple[str, int, list[int]]]:
+    """(kind, kept row, dropped rows) of the largest clusters of each kind."""
+    found = []
+    for kind in ("duplicate", "near_duplicate"):
+        lost = selection.dropped(kind)
+        kept, sizes = np.unique(selection.kept_for[lost], return_counts=True)
+        for place in np.argsort(-sizes, kind="stable")[:_LARGEST]:
+            row = int(kept[place])
+            found.append((kind, row, lost[selection.kept_for[lost] == row].tolist()))
+    return found
+
+
+def _clusters(selection: Selection, told: dict[int, str]) -> DuplicateReport:
+    counts: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
+    for kind in ("duplicate", "near_duplicate"):
+        _, members = np.unique(selection.kept_for[selection.dropped(kind)], return_counts=True)
+        counts[kind] = len(members)
+        for least in (2, 3, 5, 10, 100, 1000):
+            sizes[f"{least}+"] += int((members + 1 >= least).sum())
+    largest = tuple(
+        Cluster(
+            kind=kind,
+            rows=len(lost) + 1,
+            kept=told[kept],
+            dropped=tuple(told[row] for row in lost[:_SHOWN]),
         )
-        for number, source in enumerate(section.sources)
+        for kind, kept, lost in _largest(selection)
     )
-    report = PromptReport(sources=reports)
-    _refuse_empty(section.sources, report)
-    return [p for split in SPLITS for part in kept[split] for p in part], report
+    return DuplicateReport(clusters=counts, sizes=dict(sizes), largest=largest)
 
 
-def _normal(text: str) -> str:
-    return " ".join(text.casefold().split())
-
-
-def _tally(drops: Sequence[tuple[Split, Reason, str]]) -> tuple[Drop, ...]:
-    counts = Counter((split, reason) for split, reason, _ in drops)
-    examples = {(split, reason): text for split, reason, text in reversed(drops)}
-    return tuple(
-        Drop(split=split, reason=reason, count=n, example=examples[split, reason])
-        for (split, reason), n in counts.items()
-    )
+def _count_selection(
+    account: Account, rows: npt.NDArray[Any], selection: Selection, told: dict[int, str]
+) -> None:
+    for number, step in enumerate(STEPS[1:], start=1):
+        lost = np.flatnonzero(selection.step == number)
+        if not len(lost):
+            continue
+        example = told[int(lost[0])]
+        for source in np.unique(rows["source"][lost]).tolist():
+            own = lost[rows["source"][lost] == source]
+            held = int(rows["held_out"][own].sum())
+            for split, count in (("train", len(own) - held), ("held_out", held)):
+                if count:
+                    account.drop((source, split, step), count, example)
 
 
 def _asked(source: PromptSource, split: Split) -> int:
     if split == "held_out":
         return source.held_out
-    return 0 if isinstance(source, PackageSource) else source.train
+    if isinstance(source, PackageSource):
+        return 0
+    return 1 if source.train == "all" else source.train
 
 
-def _refuse_empty(sources: Sequence[PromptSource], report: PromptReport) -> None:
-    """Each category must keep something of every split it asked for."""
-    asked: Counter[tuple[str, Split]] = Counter()
-    kept: Counter[tuple[str, Split]] = Counter()
-    for source, part in zip(sources, report.sources, strict=True):
-        for split in SPLITS:
-            asked[source.category, split] += _asked(source, split)
-            kept[source.category, split] += part.kept[split]
-    if not asked.total():
+def _refuse_nothing(sources: Sequence[PromptSource]) -> None:
+    if not any(_asked(source, split) for source in sources for split in SPLITS):
         raise DataError(
             expected="at least one prompt",
             found="train and held_out are 0 in every source",
             where="prompts.sources",
             fix="Set train or held_out of a source.",
         )
-    for (category, split), wanted in asked.items():
-        if wanted and not kept[category, split]:
-            drops = [
-                f"{d.count} {d.reason} (first: {d.example})"
-                for part in report.sources
-                for d in part.drops
-                if part.category == category and d.split == split
-            ]
+
+
+def _refuse_empty(
+    sources: Sequence[PromptSource], account: Account, kept: npt.NDArray[Any]
+) -> None:
+    """Each category must keep something of every split it asked for."""
+    for category in dict.fromkeys(source.category for source in sources):
+        own = {n for n, source in enumerate(sources) if source.category == category}
+        for split in SPLITS:
+            wanted = sum(_asked(sources[number], split) for number in own)
+            mine = np.isin(kept["source"], list(own)) & (kept["held_out"] == (split == "held_out"))
+            if not wanted or mine.any():
+                continue
+            dropped = {w: n for w, n in account.drops.items() if w[0] in own and w[1] == split}
+            example = account.examples[next(iter(dropped))] if dropped else "nothing was read"
             raise DataError(
-                expected=f"some of {wanted} {split} prompts to be usable",
-                found=f"none: {'; '.join(drops)}",
+                expected=f"some of the {split} prompts to be usable",
+                found=f"none: {drop_summary(dropped, own, split)} (first: {example})",
                 where=f"prompts, category {category}",
-                fix="Raise prompts.max_prompt_tokens, or take prompts from another source.",
+                fix="Raise prompts.max_prompt_tokens, change prompts.filters, or take prompts from "
+                "another source.",
             )
-
-
-def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
-    """Write one JSON object a line; the file appears complete or not at all.
-
-    Raises:
-        DataError: there is no prompt to write.
-        StorageError: the place is not writable or the disk is full.
-    """
-    lines = [prompt.model_dump_json() + "\n" for prompt in prompts]
-    if not lines:
-        raise DataError(
-            expected="at least one prompt",
-            found="none",
-            where=str(path),
-            fix="Set train or held_out of a source in the recipe.",
-        )
-    atomic_write(path, "".join(lines))
-
-
-def read_prompts(path: Path) -> list[Prompt]:
-    """Read what :func:`write_prompts` wrote.
-
-    Raises:
-        DataError: the file is unreadable or empty, or a line is no prompt or repeats an id.
-    """
-    prompts: list[Prompt] = []
-    lines: dict[str, int] = {}
-    for number, row in read_json_lines(path):
-        where = f"{path}, line {number}"
-        try:
-            prompt = Prompt.model_validate(row)
-        except ValidationError as error:
-            raise DataError(
-                expected="a prompt (id, split, category, messages, later_turns)",
-                found=first_problem(error),
-                where=where,
-                fix="Run the prompts stage again; this file is its output, not its input.",
-            ) from error
-        if prompt.id in lines:
-            raise DataError(
-                expected="ids that name one prompt each",
-                found=f"{prompt.id}, already on line {lines[prompt.id]}",
-                where=where,
-                fix="Run the prompts stage again.",
-            )
-        lines[prompt.id] = number
-        prompts.append(prompt)
-    return prompts
-
-
-__all__ = [
-    "CountTokens",
-    "Drop",
-    "Prompt",
-    "PromptReport",
-    "SourceReport",
-    "Split",
-    "build_prompts",
-    "read_prompts",
-    "write_prompts",
-]

@@ -1,0 +1,296 @@
+"""``dspark prompts``: with a run's recipe, with a recipe of prompts alone, or with files by name.
+
+A run's recipe goes through the pipeline like every stage. The other two make a prompts folder of
+their own: there is no target, only a tokenizer where one is named.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic import ValidationError
+from rich.markup import escape
+from rich.table import Table
+
+from dspark import __version__
+from dspark.artifacts import (
+    Origin,
+    Stopwatch,
+    attempt,
+    begin,
+    complete,
+    completed,
+    finish,
+    is_current,
+    new_manifest,
+)
+from dspark.cli.console import Screen
+from dspark.cli.origin import marked_commit
+from dspark.cli.provenance import cpu_name
+from dspark.config.load import load_prompts_recipe
+from dspark.config.prompts import (
+    FILL_IN,
+    Contamination,
+    FileSource,
+    FiltersSection,
+    HubSource,
+    NearDuplicates,
+    PromptsSection,
+    TokenizerSection,
+    TrafficSource,
+)
+from dspark.config.recipe import DataRecipe, Recipe
+from dspark.data.identity import section_identity
+from dspark.data.prompt_page import PAGE
+from dspark.data.prompt_report import PromptReport, source_name
+from dspark.data.prompts import REPORT, build_prompts
+from dspark.data.records import record_files
+from dspark.data.tokens import TokenizerTokens
+from dspark.errors import ConfigError
+
+CATEGORY = "general"
+BYTES_PER_ROW = 600  # of published conversation sets, for the plan
+ROWS_PER_SECOND = 7000  # all filters, one core of a server; benchmarks/results/prompt_filters.json
+MEMORY_PER_ROW = 350  # two thirds of it signatures, which are a memory map
+MEMORY = 250e6
+
+
+@dataclass(frozen=True)
+class Loose:
+    """What takes the place of a recipe."""
+
+    inputs: tuple[Path, ...]
+    traffic: tuple[Path, ...]
+    against: tuple[Path, ...]
+    out: Path | None
+    tokenizer: str | None
+    scrub: str | None
+
+    def given(self) -> list[str]:
+        """The options that were used."""
+        values = {
+            "--input": self.inputs,
+            "--traffic": self.traffic,
+            "--against": self.against,
+            "--out": self.out,
+            "--tokenizer": self.tokenizer,
+            "--scrub": self.scrub,
+        }
+        return [name for name, value in values.items() if value]
+
+
+def run_prompts_verb(
+    path: Path | None,
+    overrides: Sequence[str],
+    loose: Loose,
+    *,
+    plan: bool,
+    as_json: bool,
+    run: Callable[[Path, list[str]], None],
+) -> None:
+    """Decide which of the three it is. ``run`` runs the stage of a run's recipe.
+
+    Raises:
+        ConfigError: a recipe and loose options together, neither, or half of the options.
+        DataError and others: see :func:`dspark.data.prompts.build_prompts`.
+    """
+    if path is not None:
+        if loose.given():
+            _refuse(
+                "a recipe, or files by name, but not both",
+                f"the recipe {path} and {', '.join(loose.given())}",
+                "Leave the recipe out, or write sources and filters into it.",
+            )
+        recipe = load_prompts_recipe(path, overrides)
+        if isinstance(recipe, Recipe):
+            if as_json:
+                _refuse("--json without a run's recipe", str(path), "Read its report.json instead.")
+            run(path, list(overrides))
+            return
+        folder = Path(recipe.output) / "prompts"
+    else:
+        recipe, folder = _loose_recipe(loose)
+    _refuse_blanks(recipe)
+    screen = Screen()
+    if plan:
+        screen.console.print(_plan(recipe, folder))
+        return
+    report = make_data(recipe, folder, screen, quiet=as_json)
+    if as_json:
+        print(report.model_dump_json(indent=2))
+    else:
+        screen.console.print(_table(report))
+        screen.path("report", folder / PAGE)
+
+
+def make_data(
+    recipe: DataRecipe, folder: Path, screen: Screen, *, quiet: bool = False
+) -> PromptReport:
+    """Make (or find finished) the prompts of a recipe without a target; returns their report."""
+    tokens, identity = None, None
+    if recipe.tokenizer is not None:
+        from dspark.checkpoint.tokenizer import load_tokenizer, tokenizer_hash
+
+        tokenizer = load_tokenizer(recipe.tokenizer.source, recipe.tokenizer.revision)
+        tokens, identity = TokenizerTokens(tokenizer), tokenizer_hash(tokenizer)
+    config = {"prompts": section_identity(recipe.prompts), "tokenizer": identity}
+    manifest = new_manifest("prompts", config)
+    if is_current(folder, manifest.fingerprint):
+        if not quiet:
+            screen.stage("prompts", escape(f"finished before: {folder}"))
+        return _finished(folder)
+    watch = Stopwatch(_origin(), lambda: 0.0)
+
+    def tell(aside: Path, why: str) -> None:
+        if not quiet:
+            screen.stage("prompts", escape(f"old work moved to {aside} ({why})"))
+
+    begin(folder, manifest, tell)
+    with attempt(folder, watch):
+        done = completed(folder)
+        if done is None:
+            report = _build(recipe, folder, tokens, None if quiet else screen)
+            done = complete(folder, counts=report.counts(), notes={"name": recipe.name})
+        update = {"counts": done.counts, "notes": done.notes}
+        finish(folder, manifest.model_copy(update=update), watch)
+    return _finished(folder)
+
+
+def _build(
+    recipe: DataRecipe, folder: Path, tokens: TokenizerTokens | None, screen: Screen | None
+) -> PromptReport:
+    if screen is None:
+        return build_prompts(recipe.prompts, folder, tokens, keep_ids=True)
+    with screen.bar("rows", None) as bar:
+        return build_prompts(recipe.prompts, folder, tokens, keep_ids=True, on_rows=bar.advance)
+
+
+def _finished(folder: Path) -> PromptReport:
+    return PromptReport.model_validate_json((folder / REPORT).read_bytes())
+
+
+def _origin() -> Origin:
+    """As of every stage, but torch, which is not used here, is not loaded to ask its version."""
+    return Origin(
+        command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        commit=marked_commit(),
+        versions={
+            "dspark": __version__,
+            "python": platform.python_version(),
+            "numpy": importlib.metadata.version("numpy"),
+        },
+        machine={"device": cpu_name(), "cores": os.cpu_count() or 1},
+    )
+
+
+def _loose_recipe(loose: Loose) -> tuple[DataRecipe, Path]:
+    if not loose.inputs and not loose.traffic:
+        _refuse(
+            "a recipe, or --input FILE --out DIR",
+            f"neither ({', '.join(loose.given()) or 'no option'})",
+            "For example: dspark prompts --input FILE --against EVAL_FILE --out DIR",
+        )
+    if loose.out is None:
+        _refuse("--out DIR", "no --out", "Name the folder to write.")
+    if loose.scrub is not None and not loose.traffic:
+        _refuse("--scrub with --traffic", "no --traffic", "Only logs of requests are scrubbed.")
+    sources: list[FileSource | TrafficSource] = [
+        FileSource(kind="file", path=str(path), category=CATEGORY, train="all")
+        for path in loose.inputs
+    ]
+    try:
+        sources += [
+            TrafficSource(
+                kind="traffic", path=str(path), train="all", scrub=loose.scrub or "default"
+            )
+            for path in loose.traffic
+        ]
+    except ValidationError as error:
+        raise ConfigError(
+            expected="default, none, or module:function",
+            found=repr(loose.scrub),
+            where="dspark prompts --scrub",
+            fix="Name a function as package.module:function.",
+        ) from error
+    section = PromptsSection(
+        sources=tuple(sources),
+        workload=tuple(dict.fromkeys(source.category for source in sources)),
+        filters=FiltersSection(
+            misshapen="drop",
+            near_duplicate=NearDuplicates(),
+            contamination=Contamination(against=tuple(map(str, loose.against))),
+        ),
+    )
+    tokenizer = None if loose.tokenizer is None else TokenizerSection(source=loose.tokenizer)
+    return (
+        DataRecipe(name="prompts", output=str(loose.out), tokenizer=tokenizer, prompts=section),
+        loose.out,
+    )
+
+
+def _refuse_blanks(recipe: DataRecipe) -> None:
+    blank = [
+        f"prompts.sources.{number}.{key}"
+        for number, source in enumerate(recipe.prompts.sources)
+        if isinstance(source, HubSource)
+        for key in ("dataset", "revision")
+        if source.model_dump()[key] == FILL_IN
+    ]
+    if blank:
+        raise ConfigError(
+            expected="every field that is marked FILL-IN to be filled in",
+            found=", ".join(blank),
+            where=f"recipe {recipe.name}",
+            fix="Copy names and full commits from the data sets' pages, or remove those sources.",
+        )
+
+
+def _refuse(expected: str, found: str, fix: str) -> NoReturn:
+    raise ConfigError(expected=expected, found=found, where="dspark prompts", fix=fix)
+
+
+def _plan(recipe: DataRecipe, folder: Path) -> Table:
+    """Rough rows, bytes, memory and time, from the sizes of files and counts in the recipe."""
+    table = Table(title=f"plan of {recipe.name}: nothing was run", title_justify="left")
+    for name in ("source", "category", "rows, about", "to read"):
+        table.add_column(name, justify="left" if name in {"source", "category"} else "right")
+    total = 0.0
+    for source in recipe.prompts.sources:
+        rows, size = _estimate(source)
+        total += rows or 0
+        told = "not known" if rows is None else f"{rows:,.0f}"
+        table.add_row(source_name(source), source.category, told, size)
+    memory = (MEMORY + total * MEMORY_PER_ROW) / 1e9
+    table.caption = (
+        f"About {total * BYTES_PER_ROW * 2 / 1e9:.2f} GB on disk while it runs, {memory:.1f} GB of "
+        f"memory, {total / ROWS_PER_SECOND / 60:.1f} min without a tokenizer. Writes {folder}."
+    )
+    return table
+
+
+def _estimate(source: Any) -> tuple[float | None, str]:
+    if isinstance(source, (FileSource, TrafficSource)):
+        size = sum(file.stat().st_size for file in record_files(Path(source.path)))
+        return size / BYTES_PER_ROW, f"{size / 1e6:,.1f} MB"
+    train = getattr(source, "train", 0)
+    return (None if train == "all" else float(train + source.held_out)), "-"
+
+
+def _table(report: PromptReport) -> Table:
+    table = Table(title=f"{report.rows_in:,} rows in", title_justify="left")
+    for name in ("step", "dropped", "left"):
+        table.add_column(name, justify="left" if name == "step" else "right")
+    for step in report.funnel:
+        if step.dropped:
+            table.add_row(step.step, f"{step.dropped:,}", f"{step.rows_out:,}")
+    table.add_row("kept", "", f"{report.rows_out:,}")
+    if report.notes:
+        table.caption = " ".join(report.notes)
+    return table

@@ -1,0 +1,79 @@
+"""Rows of a data set on the Hugging Face hub, as a stream at one pinned commit.
+
+Only ``datasets`` talks to the hub, and only when a recipe names a hub source. Everything that can
+go wrong there (no network, offline mode, a gated or missing set, another split) becomes one error
+that names the data set and says how to go on without a network.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from dspark.config.prompts import FILL_IN, HubSource
+from dspark.data.records import Record
+from dspark.errors import ConfigError, DataError, MissingDependencyError
+
+
+def read_hub(source: HubSource, count: int | None) -> Iterator[Record]:
+    """Yield ``(place, row)`` of the first ``count`` rows (None: all).
+
+    Raises:
+        ConfigError: fields the user has to fill in are not filled in.
+        MissingDependencyError: ``datasets`` is not installed.
+        DataError: the hub does not give the data set.
+    """
+    where = f"hub data set {source.dataset}"
+    if FILL_IN in {source.dataset, source.revision}:
+        raise ConfigError(
+            expected="a data set and the full commit (40 hex digits) of the version to read",
+            found=f"dataset {source.dataset}, revision {source.revision}",
+            where=f"prompts.sources ({source.category}): {where}",
+            fix="Copy both from the data set's page (Files, History), or remove the source.",
+        )
+    try:
+        library: Any = importlib.import_module("datasets")
+    except ImportError as error:
+        raise MissingDependencyError(
+            expected="the package datasets, to read from the hub",
+            found=str(error),
+            where=where,
+            fix="pip install 'dspark[data]', or download the files and use kind: file.",
+        ) from error
+    library.disable_progress_bars()
+    try:
+        rows = library.load_dataset(
+            source.dataset,
+            source.config,
+            split=source.split,
+            revision=source.revision,
+            streaming=True,
+        )
+        for number, row in enumerate(islice(iter(rows), count), start=1):
+            yield f"{source.dataset}@{source.revision[:8]}, row {number}", row
+    # Network libraries below `datasets` raise dozens of types; all mean "the hub did not give it".
+    except Exception as error:
+        raise _refused(source, where, error) from error
+
+
+def _refused(source: HubSource, where: str, error: Exception) -> DataError:
+    names = {cls.__name__ for cls in type(error).__mro__}
+    text = (str(error).splitlines() or [""])[0][:200]
+    found = f"{type(error).__name__}: {text}"
+    if "GatedRepoError" in names or "gated" in text.lower():
+        fix = "Accept its terms on its page and log in (hf auth login)."
+    elif os.environ.get("HF_HUB_OFFLINE") == "1":
+        found += " (offline mode is on)"
+        fix = "Unset HF_HUB_OFFLINE."
+    else:
+        fix = "Check the network, the name, config, split and revision."
+    return DataError(
+        expected=f"rows of split {source.split} at revision {source.revision[:8]}",
+        found=found,
+        where=where,
+        fix=f"{fix} Without a network: copy the files here and use "
+        f"{{kind: file, path: FOLDER, category: {source.category}}}.",
+    )
