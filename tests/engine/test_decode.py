@@ -101,6 +101,23 @@ def test_nothing_leaks_behind_an_end_token_inside_an_accepted_run(target, drafte
     assert inside > 0, "no end token was ever drafted: the case was not met"
 
 
+def test_what_was_accepted_behind_an_end_token_is_not_counted(target, drafter, prompts):
+    """The plus sign ends the answer here: the draft knows well what would come after it."""
+    end = 7 + tiny_model.CHARACTERS.index("+")
+    whole, cut = Decoder(target, drafter, END), Decoder(target, drafter, frozenset({end}))
+    behind = 0
+    for ids in prompts:
+        out, longer = cut.generate(ids, params()), whole.generate(ids, params())
+        assert out.ids == longer.ids[: len(out.ids)]
+        assert out.ids[-1] == end
+        assert out.counter.accepted == out.kinds.count("accepted")
+        assert out.counter.accepted == sum(out.counter.accepted_at)
+        # Both drafted the same blocks up to the cut; the other one kept the rest of the last block.
+        last = longer.kinds[len(out.kinds)] if len(out.ids) < len(longer.ids) else "bonus"
+        behind += out.kinds[-1] == last == "accepted"
+    assert behind > 0, "no accepted token ever stood behind an end token: the case was not met"
+
+
 def test_counters_and_kinds_tell_the_same_story(target, drafter, prompts):
     engine = Decoder(target, drafter, END, verification="block")
     for seed, ids in enumerate(prompts[:12]):
