@@ -18,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from dspark.checkpoint.draft import load_draft
+from dspark.checkpoint.pretrained import read_config as read_target_config
+from dspark.checkpoint.pretrained import text_sizes
 from dspark.checkpoint.published import read_config
+from dspark.checkpoint.source import TargetFiles, fetch, find_target
 from dspark.checkpoint.target import LoadedTarget, load_target
 from dspark.config.engine import EngineOptions
 from dspark.config.recipe import TargetSection
@@ -30,6 +33,7 @@ from dspark.engine.core import EngineCore
 from dspark.engine.drafter import Drafter
 from dspark.errors import CheckpointError, DecodingError
 
+DEFAULT_CONTEXT = 2048
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
@@ -41,7 +45,8 @@ class Engine:
             draft whose provenance names its target.
         draft: folder of a draft checkpoint, or None for plain decoding.
         options: memory, batch and verification.
-        dtype, device, max_context: of a target that is loaded here.
+        dtype, device, max_context: of a target that is loaded here; the context is
+            ``DEFAULT_CONTEXT`` tokens, or the target's own where that is shorter.
 
     Raises:
         TargetError, CheckpointError: what is loaded is absent, damaged, or does not fit together.
@@ -55,15 +60,15 @@ class Engine:
         options: EngineOptions | None = None,
         dtype: Any = "float32",
         device: str = "auto",
-        max_context: int = 2048,
+        max_context: int | None = None,
     ) -> None:
         folder = None if draft is None else Path(draft)
         if not isinstance(target, LoadedTarget):
             source = _source_of(folder) if target is None else str(target)
-            section = TargetSection(
-                source=source, dtype=dtype, device=device, max_context=max_context
-            )
-            target = load_target(section)
+            files = fetch(find_target(source))
+            length = max_context or min(_longest(files), DEFAULT_CONTEXT)
+            section = TargetSection(source=source, dtype=dtype, device=device, max_context=length)
+            target = load_target(section, files)
         self.loaded, self.tokenizer = target, target.tokenizer
         drafter: Drafter | None = None
         layer_ids: tuple[int, ...] = ()
@@ -207,14 +212,19 @@ def _source_of(folder: Path | None) -> str:
     return source
 
 
+def _longest(files: TargetFiles) -> int:
+    """The longest context a target was made for."""
+    found = text_sizes(files, read_target_config(files)).get("max_position_embeddings")
+    return DEFAULT_CONTEXT if found is None else int(found)
+
+
 def _check_fit(folder: Path, config: Any, target: LoadedTarget) -> None:
     wanted = (config.target_hidden_size, config.target_num_hidden_layers, config.vocab_size)
     shape = target.shape
     found = (shape.hidden_size, shape.num_hidden_layers, shape.vocab_size)
     if wanted != found:
         raise CheckpointError(
-            expected=f"a draft for hidden size {found[0]}, {found[1]} layers and a vocabulary of "
-            f"{found[2]}",
+            expected=f"a draft for hidden size {found[0]}, {found[1]} layers and {found[2]} tokens",
             found=f"one for {wanted[0]}, {wanted[1]} and {wanted[2]}",
             where=str(folder),
             fix="Use the target this draft was trained for.",

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from rich.console import Console
 
 from dspark.api import Engine, Prompt
-from dspark.checkpoint.target import LoadedTarget, load_target
+from dspark.checkpoint.target import LoadedTarget
 from dspark.cli.console import Screen
 from dspark.cli.draft_target import load_target_of
 from dspark.config.load import parse_yaml
-from dspark.config.recipe import TargetSection
 from dspark.decoding.params import Grammar, SamplingParams
 from dspark.engine.answer import RequestOutput
 from dspark.errors import ConfigError
@@ -50,8 +50,8 @@ def generate_text(
         DSparkError: what loading and decoding may raise.
     """
     params = sampling_params(overrides)
-    screen = Screen()
-    engine = Engine(_load(draft, target, screen), draft)
+    screen = Screen(Console(stderr=True))  # stdout is for answers
+    engine = Engine(_target(draft, target, screen), draft)
     asked: list[Prompt] = [text if raw else [{"role": "user", "content": text}] for text in prompts]
     if len(asked) == 1 and params.n == 1 and not as_json:
         outputs = engine.generate(asked, params, lambda d: typer.echo(d.text, nl=False))
@@ -97,7 +97,7 @@ def sampling_params(overrides: list[str]) -> SamplingParams:
     return SamplingParams(**values)
 
 
-def _load(draft: Path | None, target: str | None, screen: Screen) -> LoadedTarget:
+def _target(draft: Path | None, target: str | None, screen: Screen) -> LoadedTarget | str:
     if draft is not None:
         return load_target_of(draft, target, screen)
     if target is None:
@@ -107,8 +107,7 @@ def _load(draft: Path | None, target: str | None, screen: Screen) -> LoadedTarge
             where="dspark generate",
             fix="dspark generate DRAFT --prompt TEXT, or --target SOURCE for plain decoding.",
         )
-    with screen.bar(f"loading {target}", None):
-        return load_target(TargetSection(source=target))
+    return target
 
 
 def _as_json(output: RequestOutput) -> dict[str, Any]:

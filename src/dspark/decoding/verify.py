@@ -20,6 +20,10 @@ u = 1 although p = q, and its residual would have no mass.)
 The draft's q_i must be what x_i was drawn from. A draft that takes its argmax has a point mass for
 q, written ``None`` here, never its softmax: testing an argmax token against softmax q is biased.
 All arithmetic is float64: V terms of a residual in float32 would cost several digits.
+
+Requests with equally many admitted tokens are decided together (:func:`decide_many`); rows of
+doubles are made for as many requests at once as fit into the processor's cache, which is one for a
+large vocabulary and hundreds for a toy one.
 """
 
 from __future__ import annotations
@@ -38,6 +42,8 @@ DraftSampleMethod = Literal["greedy", "probabilistic"]
 # float32 softmax over a large vocabulary sums to 1 within about 1e-6; logits or half-precision
 # probabilities passed by mistake are far outside.
 SUM_TOLERANCE = 1e-4
+# Doubles worked on at once: half a mebibyte.
+CHUNK = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +51,14 @@ class Decision:
     """``accepted`` drafted tokens stay; the next token is drawn from ``next_probs`` [V] float64."""
 
     accepted: int
+    next_probs: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Decisions:
+    """Of R requests: ``accepted`` [R] int64, ``next_probs`` [R, V] float64."""
+
+    accepted: Tensor
     next_probs: Tensor
 
 
@@ -103,54 +117,72 @@ def decide(rule: Rule, p: Tensor, q: Tensor | None, ids: Tensor, u: Tensor) -> D
         DecodingError: wrong shapes or dtypes, ids outside the vocabulary, uniforms outside (0, 1],
             rows that are not distributions, zero q for a drafted token, block with ``q`` None.
     """
+    many = decide_many(
+        rule, p.unsqueeze(0), None if q is None else q.unsqueeze(0), ids.unsqueeze(0),
+        u.unsqueeze(0),
+    )  # fmt: skip
+    return Decision(int(many.accepted[0]), many.next_probs[0])
+
+
+def decide_many(rule: Rule, p: Tensor, q: Tensor | None, ids: Tensor, u: Tensor) -> Decisions:
+    """:func:`decide` for R requests with n admitted tokens each.
+
+    Args, raises: as :func:`decide` with a leading dimension R everywhere.
+    """
     target, draft = _checked(rule, p, q, ids)
-    drafted, draws = ids.tolist(), _uniforms(u, ids.shape[0])
-    thresholds = _thresholds(rule, target, draft, drafted)
-    passed = [draw <= h for draw, h in zip(draws, thresholds, strict=True)]
+    n = ids.shape[1]
+    joint = None if draft is None else _joint_ratios(target, draft, ids)
+    passed = _uniforms(u, ids.shape) <= _thresholds(rule, target, draft, joint, ids)
     if rule == "block":
-        accepted = max((i for i, good in enumerate(passed, 1) if good), default=0)
+        order = torch.arange(1, n + 1, device=ids.device)
+        accepted = (passed * order).amax(1) if n else ids.new_zeros(len(ids))
     else:
-        accepted = passed.index(False) if False in passed else len(passed)
-    row = target.row(accepted)
-    if accepted == len(drafted) or rule == "greedy":
-        return Decision(accepted, row)
+        accepted = passed.long().cumprod(1).sum(1)
+    rows = target.rows(accepted)
+    short = (accepted < n).nonzero().squeeze(1)
+    if rule == "greedy" or not len(short):
+        return Decisions(accepted, rows)
+    at = accepted[short]
     if draft is None:
-        return Decision(accepted, residual(row, drafted[accepted]))
-    scale = _joint_ratios(target, draft, drafted)[accepted] if rule == "block" else 1.0
-    return Decision(accepted, residual(row, draft.row(accepted), scale))
+        # scale * p(x) - 1 <= 0 at the drafted token; nothing is subtracted elsewhere.
+        rows[short] = _normed(rows[short].scatter(1, ids[short, at].unsqueeze(1), 0.0), rows[short])
+        return Decisions(accepted, rows)
+    scale = torch.ones(len(short), 1, dtype=torch.float64, device=p.device)
+    if rule == "block" and joint is not None:
+        scale = joint[short, at].unsqueeze(1)
+    left = (rows[short] * scale - draft.rows(accepted, short)).clamp_min_(0.0)
+    rows[short] = _normed(left, rows[short])
+    return Decisions(accepted, rows)
 
 
-def decide_greedy(target_argmax: Tensor, ids: Tensor) -> tuple[int, int]:
+def decide_greedy(target_argmax: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """The greedy rule without distributions, for speed at temperature 0.
 
     Args:
-        target_argmax: [n + 1] int64, the target's argmax after each prefix.
-        ids: [n] int64 admitted drafted tokens; n may be 0.
+        target_argmax: [.., n + 1] int64, the target's argmax after each prefix.
+        ids: [.., n] int64 admitted drafted tokens; n may be 0.
 
     Returns:
-        (accepted, next_id), equal to ``decide("greedy", ...)`` on one-hot rows.
+        (accepted [..], next ids [..]), equal to ``decide("greedy", ...)`` on one-hot rows.
 
     Raises:
         DecodingError: shapes or dtypes that do not fit.
     """
-    if ids.dim() != 1 or ids.dtype != torch.int64 or target_argmax.dtype != torch.int64:
-        raise _error("int64 ids of shape [n]", f"{ids.dtype} {tuple(ids.shape)}", "ids")
-    if target_argmax.shape != (ids.shape[0] + 1,):
-        found = f"{tuple(target_argmax.shape)}"
-        raise _error(f"shape [{ids.shape[0] + 1}]", found, "target_argmax")
-    wanted = target_argmax.tolist()
-    accepted = 0
-    for drafted, best in zip(ids.tolist(), wanted, strict=False):
-        if drafted != best:
-            break
-        accepted += 1
-    return accepted, int(wanted[accepted])
+    if ids.dim() < 1 or ids.dtype != torch.int64 or target_argmax.dtype != torch.int64:
+        raise _error("int64 ids of shape [.., n]", f"{ids.dtype} {tuple(ids.shape)}", "ids")
+    wanted = (*ids.shape[:-1], ids.shape[-1] + 1)
+    if target_argmax.shape != wanted:
+        raise _error(f"shape {list(wanted)}", f"{tuple(target_argmax.shape)}", "target_argmax")
+    accepted = (ids == target_argmax[..., :-1]).long().cumprod(-1).sum(-1)
+    return accepted, target_argmax.gather(-1, accepted.unsqueeze(-1)).squeeze(-1)
 
 
 def acceptance_thresholds(rule: Rule, p: Tensor, q: Tensor | None, ids: Tensor) -> Tensor:
     """h [n] float64 in [0, 1]: test i passes when u_i <= h_i. Arguments as :func:`decide`."""
-    h = _thresholds(rule, *_checked(rule, p, q, ids), ids.tolist())
-    return torch.tensor(h, dtype=torch.float64, device=p.device)
+    batch = ids.unsqueeze(0)
+    target, draft = _checked(rule, p.unsqueeze(0), None if q is None else q.unsqueeze(0), batch)
+    joint = None if draft is None else _joint_ratios(target, draft, batch)
+    return _thresholds(rule, target, draft, joint, batch)[0]
 
 
 def residual(p: Tensor, q: Tensor | int, scale: float = 1.0) -> Tensor:
@@ -171,110 +203,129 @@ def residual(p: Tensor, q: Tensor | int, scale: float = 1.0) -> Tensor:
         left[q] = 0.0  # scale * p(x) - 1 <= 0
     else:
         left = torch.clamp_min(exact * scale - q.double(), 0.0)
-    mass = left.sum()
-    if not bool(mass > 0):
-        return exact / exact.sum()
-    return left / mass
+    return _normed(left.unsqueeze(0), exact.unsqueeze(0))[0]
+
+
+def _normed(left: Tensor, fallback: Tensor) -> Tensor:
+    """Rows [R, V] of ``left`` summing to 1; rows without mass are those of ``fallback``."""
+    mass = left.sum(1, keepdim=True)
+    return torch.where(mass > 0, left / mass, fallback / fallback.sum(1, keepdim=True))
 
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Checked distributions [count, V], normalised to float64 one row at a time.
-
-    A row of doubles stays in the processor's cache; all rows at once are several times slower.
-    """
+    """Checked distributions ``raw`` [R, m, V] with their sums [R, m] float64."""
 
     raw: Tensor
-    totals: list[float]
+    totals: Tensor
 
     @classmethod
     def checked(cls, raw: Tensor, count: int, name: str) -> _Rows:
-        if raw.dim() != 2 or raw.shape[0] != count or raw.shape[1] == 0:
-            raise _error(f"shape [{count}, V]", f"{tuple(raw.shape)}", name)
+        if raw.dim() != 3 or raw.shape[1] != count or raw.shape[2] == 0:
+            raise _error(f"shape [{count}, V] per request", f"{tuple(raw.shape)}", name)
         if raw.dtype not in (torch.float32, torch.float64):
             raise _error("float32 or float64 probabilities", f"{raw.dtype}", name)
-        totals = [float(row.double().sum()) for row in raw]
-        for index, (total, least) in enumerate(zip(totals, raw.amin(1).tolist(), strict=True)):
-            if not (abs(total - 1.0) <= SUM_TOLERANCE and least >= 0):  # NaN fails both
-                found = f"sum {total:.6g}, minimum {least:.3g} in row {index}"
-                raise _error("non-negative rows that sum to 1", found, name)
-        return cls(raw, totals)
+        flat = raw.flatten(0, 1)
+        sums = [part.double().sum(1) for part in flat.split(max(1, CHUNK // raw.shape[2]))]
+        totals = torch.cat(sums) if sums else flat.new_zeros(0, dtype=torch.float64)
+        least = flat.amin(1) if len(flat) else totals
+        bad = ~(((totals - 1.0).abs() <= SUM_TOLERANCE) & (least >= 0))  # NaN fails both
+        if bool(bad.any()):
+            row = int(bad.nonzero()[0])
+            found = f"sum {float(totals[row]):.6g}, minimum {float(least[row]):.3g} in row {row}"
+            raise _error("non-negative rows that sum to 1", found, name)
+        return cls(raw, totals.view(raw.shape[:2]))
 
-    def row(self, index: int) -> Tensor:
-        """[V] float64 that sums to 1: no bias is left by float32 rounding of the sum."""
-        return self.raw[index].double() / self.totals[index]
+    def chunks(self) -> list[slice]:
+        """Requests whose rows of doubles are worked on together."""
+        size = max(1, CHUNK // self.raw.shape[2])
+        return [slice(i, i + size) for i in range(0, len(self.raw), size)]
 
-    def at(self, ids: list[int]) -> list[float]:
-        """The probability of ``ids[i]`` in row i, for the first len(ids) rows."""
-        column = torch.tensor(ids, dtype=torch.int64, device=self.raw.device).unsqueeze(1)
-        picked = self.raw[: len(ids)].gather(1, column).squeeze(1).tolist()
-        return [value / total for value, total in zip(picked, self.totals, strict=False)]
+    def slot(self, index: int, requests: slice) -> Tensor:
+        """[r, V] float64 that sums to 1: no bias is left by float32 rounding of the sum."""
+        return self.raw[requests, index].double() / self.totals[requests, index].unsqueeze(1)
+
+    def rows(self, index: Tensor, requests: Tensor | None = None) -> Tensor:
+        """Row ``index[r]`` of every request (or of ``requests``), [r, V] float64."""
+        every = torch.arange(len(self.raw), device=index.device) if requests is None else requests
+        at = index[every]
+        return self.raw[every, at].double() / self.totals[every, at].unsqueeze(1)
+
+    def at(self, ids: Tensor) -> Tensor:
+        """[R, n] float64: probability of ``ids[r, i]`` in row i."""
+        n = ids.shape[1]
+        picked = self.raw[:, :n].gather(2, ids.unsqueeze(2)).squeeze(2)
+        return picked.double() / self.totals[:, :n]
 
 
-def _thresholds(rule: Rule, target: _Rows, draft: _Rows | None, ids: list[int]) -> list[float]:
-    """h_1..h_n of the module docstring."""
-    if rule == "greedy" or draft is None:
+def _thresholds(
+    rule: Rule, target: _Rows, draft: _Rows | None, joint: Tensor | None, ids: Tensor
+) -> Tensor:
+    """h_1..h_n of the module docstring, [R, n] float64."""
+    if rule == "greedy" or draft is None or joint is None:
         return target.at(ids)  # one-hot p under greedy; under a point-mass draft p(x) / 1
     if rule == "standard":
-        pairs = zip(target.at(ids), draft.at(ids), strict=True)
-        return [min(1.0, wanted / drawn) for wanted, drawn in pairs]
-    joint = _joint_ratios(target, draft, ids)
-    thresholds = joint[1:]  # h_n = r_n
-    for i in range(1, len(ids)):
-        r = joint[i]
-        owed = float(target.row(i).mul_(r).sub_(draft.row(i)).clamp_min_(0.0).sum())
-        whole = owed + 1.0 - r
-        thresholds[i - 1] = min(1.0, owed / whole) if whole > 0 else 1.0
+        return (target.at(ids) / draft.at(ids)).clamp_max(1.0)
+    thresholds = joint[:, 1:].clone()  # h_n = r_n
+    for i in range(1, ids.shape[1]):
+        for part in target.chunks():
+            r = joint[part, i]
+            gap = target.slot(i, part).mul_(r.unsqueeze(1)).sub_(draft.slot(i, part))
+            owed = gap.clamp_min_(0.0).sum(1)
+            whole = owed + 1.0 - r
+            safe = torch.where(whole > 0, whole, 1.0)
+            thresholds[part, i - 1] = torch.where(whole > 0, owed / safe, 1.0).clamp_max(1.0)
     return thresholds
 
 
-def _joint_ratios(target: _Rows, draft: _Rows, ids: list[int]) -> list[float]:
-    """r_0..r_n of block verification: r_i = min(1, r_{i-1} p_i(x_i) / q_i(x_i)), r_0 = 1."""
-    ratios = [1.0]
-    for wanted, drawn in zip(target.at(ids), draft.at(ids), strict=True):
+def _joint_ratios(target: _Rows, draft: _Rows, ids: Tensor) -> Tensor:
+    """r_0..r_n of block verification, [R, n + 1]: r_i = min(1, r_{i-1} p_i(x_i) / q_i(x_i))."""
+    wanted, drawn = target.at(ids), draft.at(ids)
+    ratios = [torch.ones(len(ids), dtype=torch.float64, device=ids.device)]
+    for slot in range(ids.shape[1]):
         # Multiply before dividing: 0 * (p / tiny q = inf) would be NaN.
-        ratios.append(min(1.0, ratios[-1] * wanted / drawn))
-    return ratios
+        ratios.append((ratios[-1] * wanted[:, slot] / drawn[:, slot]).clamp_max(1.0))
+    return torch.stack(ratios, 1)
 
 
-def _uniforms(u: Tensor, n: int) -> list[float]:
-    if u.shape != (n,) or not u.is_floating_point():
-        raise _error(f"floating-point u of shape [{n}]", f"{u.dtype} {tuple(u.shape)}", "u")
-    draws: list[float] = u.tolist()
-    if not all(0 < draw <= 1 for draw in draws):
-        raise _error("uniforms in (0, 1]", f"{draws}", "u")
-    return draws
+def _uniforms(u: Tensor, shape: torch.Size) -> Tensor:
+    if u.shape != shape or not u.is_floating_point():
+        expected = f"floating-point u of shape [{shape[1]}] per request"
+        raise _error(expected, f"{u.dtype} {tuple(u.shape)}", "u")
+    if not bool(((u > 0) & (u <= 1)).all()):
+        raise _error("uniforms in (0, 1]", f"{u.flatten().tolist()[:8]}", "u")
+    return u.double()
 
 
 def _checked(rule: Rule, p: Tensor, q: Tensor | None, ids: Tensor) -> tuple[_Rows, _Rows | None]:
     """p and q as checked rows, or a DecodingError."""
     if rule not in get_args(Rule):
         raise _error(f"one of {list(get_args(Rule))}", f"{rule!r}", "rule")
-    if ids.dim() != 1 or ids.dtype != torch.int64:
-        raise _error("int64 ids of shape [n]", f"{ids.dtype} {tuple(ids.shape)}", "ids")
-    n, drafted = ids.shape[0], ids.tolist()
+    if ids.dim() != 2 or ids.dtype != torch.int64:
+        raise _error("int64 ids of shape [n] per request", f"{ids.dtype} {tuple(ids.shape)}", "ids")
+    n = ids.shape[1]
     target = _Rows.checked(p, n + 1, "p")
-    vocabulary = p.shape[1]
-    if not all(0 <= token < vocabulary for token in drafted):
-        raise _error(f"ids in [0, {vocabulary})", f"{drafted}", "ids")
-    one_hot = (p.amax(1) == 1.0).tolist()
-    if rule == "greedy" and not (all(one_hot) and all(total == 1.0 for total in target.totals)):
+    vocabulary = p.shape[2]
+    if not bool(((ids >= 0) & (ids < vocabulary)).all()):
+        raise _error(f"ids in [0, {vocabulary})", f"{ids.tolist()}", "ids")
+    if rule == "greedy" and not bool(((p.amax(2) == 1.0) & (target.totals == 1.0)).all()):
         raise _error("one-hot rows (temperature 0) for greedy verification", "others", "p")
     if q is None:
         if rule == "block":
             raise _error("q of a probabilistic draft for block verification", "None", "q")
         return target, None
-    if q.shape != (n, vocabulary):
-        raise _error(f"shape [{n}, {vocabulary}]", f"{tuple(q.shape)}", "q")
+    if q.shape != (len(ids), n, vocabulary):
+        raise _error(f"shape [{n}, {vocabulary}] per request", f"{tuple(q.shape)}", "q")
     draft = _Rows.checked(q, n, "q")
-    for slot, drawn in enumerate(draft.at(drafted)):
-        if drawn == 0:
-            raise DecodingError(
-                expected="q to be exactly the distribution that every drafted token was drawn from",
-                found=f"probability 0 for the token {drafted[slot]} drafted at slot {slot}",
-                where="verify: q",
-                fix="Pass the truncated distribution that was sampled, or None for argmax drafts.",
-            )
+    zero = draft.at(ids) == 0
+    if bool(zero.any()):
+        request, slot = zero.nonzero()[0].tolist()
+        raise DecodingError(
+            expected="q to be exactly the distribution that every drafted token was drawn from",
+            found=f"probability 0 for the token {int(ids[request, slot])} drafted at slot {slot}",
+            where="verify: q",
+            fix="Pass the truncated distribution that was sampled, or None for argmax drafts.",
+        )
     return target, draft
 
 

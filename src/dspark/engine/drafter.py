@@ -110,15 +110,12 @@ class Drafter:
                 if k < block.width:
                     block.ids.append(token)
 
-    def probabilities(self, block: Block) -> Tensor | None:
-        """q [n, V] of a block, exactly zero outside the draft vocabulary; None: argmax drafts."""
-        if not block.probs:
-            return None
-        stacked = torch.stack(block.probs)
+    def spread(self, probs: Tensor) -> Tensor:
+        """q [.., V'] over the whole vocabulary, exactly zero outside the draft's own."""
         if self.support is None:
-            return stacked
-        rows = stacked.new_zeros(len(stacked), self.vocab_size)
-        return rows.index_copy_(1, self.support, stacked)
+            return probs
+        whole = probs.new_zeros(*probs.shape[:-1], self.vocab_size)
+        return whole.index_copy_(probs.dim() - 1, self.support, probs)
 
     def _apply_rules(self, logits: Tensor, k: int, blocks: Sequence[Block]) -> None:
         """Let every request's rules act on its row; a block may end here."""

@@ -21,14 +21,13 @@ from torch import Tensor
 
 from dspark.decoding.acceptance import StepCount
 from dspark.decoding.request import TokenKind
-from dspark.decoding.sampling import safe_argmax, sample, target_probabilities
-from dspark.decoding.verify import decide, decide_greedy
 from dspark.engine.drafter import Block, Drafter
 from dspark.engine.forward import FlatRunner, Part, SingleRunner, TargetRunner
 from dspark.engine.pages import PagePool
 from dspark.engine.request import Request, StepResult, TokenLogprob
 from dspark.engine.sampler import RequestSampler
 from dspark.engine.scheduler import Chunk, Plan
+from dspark.engine.settle import Claim, Settled, settle
 from dspark.model.paged import PagedRows, PagedSpan, Reads, Segment
 from dspark.model.target import DecoderTarget, Target
 
@@ -95,12 +94,17 @@ class Runner:
         ends = torch.tensor([c.count for c in chunks]).cumsum(0) - 1
         starting = [i for i, c in enumerate(chunks) if c.completes and not c.request.output]
         logits = self.target.logits(final[ends[starting].to(final.device)])
+        claims = [
+            Claim(self.samplers[chunks[i].request], chunks[i].request.output, logits[row : row + 1])
+            for row, i in enumerate(starting)
+        ]
+        settled = dict(zip(starting, settle(claims, logits, self._spread), strict=True))
         results = []
         for index, chunk in enumerate(chunks):
             rows = chunk.start + chunk.count
-            if index in starting:
-                row = starting.index(index)
-                results.append(self._emit(chunk.request, logits[row : row + 1], [], None, rows))
+            if index in settled:
+                claim = claims[starting.index(index)]
+                results.append(_result(chunk.request, claim, settled[index], rows))
             else:
                 results.append(StepResult(chunk.request, rows, [], [], None, []))
         return results
@@ -113,17 +117,28 @@ class Runner:
         ]
         final, taps, span = self._forward(parts)
         logits = self.target.logits(final)
-        results, kept, offset = [], [], 0
+        claims, offset = [], 0
         for part in parts:
             own = logits[offset : offset + len(part.tokens)]
-            block = blocks.get(part.request)
-            ids = block.ids if block else []
-            result = self._emit(part.request, own, ids, block, part.start + 1)
-            kept += list(range(offset, offset + result.rows - part.start))
-            results.append(result)
+            request = part.request
+            sampler, block = self.samplers[request], blocks.get(request)
+            claims.append(Claim(sampler, request.output, own, block))
+            offset += len(part.tokens)
+        results: list[StepResult] = []
+        kept: list[int] = []
+        offset = 0
+        for part, claim, settled in zip(
+            parts, claims, settle(claims, logits, self._spread), strict=True
+        ):
+            kept += range(offset, offset + settled.accepted + 1)
+            results.append(_result(part.request, claim, settled, part.start + 1))
             offset += len(part.tokens)
         self._write_context(taps, span, torch.tensor(kept, device=taps.device))
         return results
+
+    def _spread(self, probs: Tensor) -> Tensor:
+        assert self.drafter is not None
+        return self.drafter.spread(probs)
 
     def _draft(self, requests: Sequence[Request]) -> dict[Request, Block]:
         """A block for every request that may emit more than one token."""
@@ -155,47 +170,21 @@ class Runner:
         self.drafter.draw(states, list(blocks.values()))
         return blocks
 
-    def _emit(
-        self, request: Request, logits: Tensor, ids: list[int], block: Block | None, rows: int
-    ) -> StepResult:
-        """Verify ``ids`` against logits [n + 1, V]; ``rows`` are sound if none is accepted."""
-        sampler = self.samplers[request]
-        accepted, following = self._decide(sampler, logits, request.output, ids, block)
-        last: TokenKind = "bonus" if accepted == len(ids) else "corrected"
-        drafted: TokenKind = "accepted"
-        tokens = [*ids[:accepted], following]
-        count = None if block is None else StepCount(len(ids), len(ids), accepted)
-        return StepResult(
-            request,
-            rows + accepted,
-            tokens,
-            [*repeat(drafted, accepted), last],
-            count,
-            _logprobs(logits, tokens, sampler.params.logprobs),
-        )
 
-    def _decide(
-        self,
-        sampler: RequestSampler,
-        logits: Tensor,
-        output: list[int],
-        ids: list[int],
-        block: Block | None,
-    ) -> tuple[int, int]:
-        """(accepted, the token that follows)."""
-        rows = logits if sampler.plain else sampler.target_rows(logits, output, ids)
-        drafted = torch.tensor(ids, dtype=torch.int64, device=logits.device)
-        if sampler.rule == "greedy":
-            return decide_greedy(safe_argmax(rows), drafted)
-        p = target_probabilities(rows.float(), sampler.params.shape)
-        accepted, chances = 0, p[0]
-        if block is not None and ids:
-            assert self.drafter is not None
-            u = sampler.streams.uniform("accept", len(ids)).to(p.device)
-            decision = decide(sampler.rule, p, self.drafter.probabilities(block), drafted, u)
-            accepted, chances = decision.accepted, decision.next_probs
-        uniform = sampler.streams.uniform("residual", 1)[0].to(p.device)
-        return accepted, int(sample(chances, uniform))
+def _result(request: Request, claim: Claim, settled: Settled, rows: int) -> StepResult:
+    """``rows`` are sound if none of the drafted tokens stays."""
+    ids, accepted = claim.ids, settled.accepted
+    last: TokenKind = "bonus" if accepted == len(ids) else "corrected"
+    drafted: TokenKind = "accepted"
+    tokens = [*ids[:accepted], settled.following]
+    return StepResult(
+        request,
+        rows + accepted,
+        tokens,
+        [*repeat(drafted, accepted), last],
+        None if claim.block is None else StepCount(len(ids), len(ids), accepted),
+        _logprobs(claim.logits, tokens, claim.sampler.params.logprobs),
+    )
 
 
 def _logprobs(logits: Tensor, tokens: list[int], wanted: int | None) -> list[TokenLogprob]:

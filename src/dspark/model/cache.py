@@ -54,7 +54,7 @@ class Span:
         return Span(positions, None, reach, mask, causal=False)
 
     def spread(self, x: Tensor) -> Tensor:
-        """Queries as attention wants them, [B, T, ...]: as they are (see ``dspark.model.paged``)."""
+        """Queries as attention wants them, [B, T, ...]: as they are here."""
         return x
 
     def flatten(self, x: Tensor) -> Tensor:

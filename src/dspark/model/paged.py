@@ -27,7 +27,7 @@ from dspark.model.cache import Span
 
 
 class Segment(NamedTuple):
-    """``length`` new tokens of one request behind its first ``start``; ``pages`` as in its table."""
+    """``length`` new tokens of a request behind its first ``start``; ``pages`` as in its table."""
 
     pages: Sequence[int]
     start: int
