@@ -42,7 +42,13 @@ print("finished", flush=True)
 def start(script: str, *arguments: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", script, *map(str, arguments)]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+        # A shell that runs the tests in the background has Ctrl-C ignored; the child must hear it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 

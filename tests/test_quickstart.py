@@ -35,5 +35,13 @@ def test_quickstart_run_is_exact_and_faster_than_plain(tmp_path: Path) -> None:
     assert rows["workload", 0]["speedup"] >= 1.5
     assert rows["workload", 1]["acceptance_length"] >= 1.8
     # The checkpoint names its target: measuring it needs nothing else.
-    again = [sys.executable, "-m", "dspark", "bench", str(tmp_path / "run" / "draft")]
-    subprocess.run([*again, "bench.repeats=1"], check=True, timeout=600)
+    dspark = [sys.executable, "-m", "dspark"]
+    draft, exported = str(tmp_path / "run" / "draft"), str(tmp_path / "exported")
+    subprocess.run([*dspark, "bench", draft, "bench.repeats=1"], check=True, timeout=600)
+    subprocess.run([*dspark, "doctor", draft], check=True, timeout=600)
+    subprocess.run(
+        [*dspark, "export", str(tmp_path / "run"), "--to", "k3", exported], check=True, timeout=300
+    )
+    launch = [*dspark, "serve", exported, "--engine", "vllm", "--plan"]
+    told = subprocess.run(launch, check=True, timeout=120, capture_output=True, text=True)
+    assert "vllm serve" in told.stdout

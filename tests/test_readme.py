@@ -46,7 +46,8 @@ HERE = {
     "dspark --help": "--version",
     "dspark run recipes/quickstart.yaml --plan": "nothing was run",
     "dspark train recipes/quickstart.yaml train.learning_rate=1e-3 "
-    "prompts.sources.0.train=256 --plan": "runs/quickstart",
+    "prompts.sources.0.train=256 --plan": "nothing was run",
+    "dspark inspect recipes/kimi-k3.yaml --json": '"parameters": 3562312961',
     "dspark inspect runs/quickstart/draft": "lineage",
     "dspark inspect runs/quickstart/states --deep --json": '"kind": "states"',
 }
@@ -57,6 +58,9 @@ ELSEWHERE = {
     "make setup": ("Makefile", "$(DEV_STAMP): $(STAMP)"),
     "make check": (".ci/run", "make check"),
     "dspark run recipes/quickstart.yaml": ("tests/test_quickstart.py", '"run"'),
+    "dspark doctor runs/quickstart/draft": ("tests/test_quickstart.py", '"doctor"'),
+    "dspark export runs/quickstart --to k3 exported": ("tests/test_quickstart.py", '"export"'),
+    "dspark serve exported --engine vllm --plan": ("tests/test_quickstart.py", '"serve"'),
     "dspark bench runs/quickstart/draft": ("tests/test_quickstart.py", '"bench"'),
     "dspark bench runs/quickstart/draft --prompts my_prompts.jsonl --out figures.json": (
         "tests/cli/test_pipeline.py",

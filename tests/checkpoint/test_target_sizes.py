@@ -27,7 +27,9 @@ TINY = TargetShape(
 
 
 def section(tiny_target: Path, **changes: object) -> TargetSection:
-    return TargetSection(source=str(tiny_target), sizes=TINY.model_copy(update=changes))
+    return TargetSection(
+        source=str(tiny_target), max_context=256, sizes=TINY.model_copy(update=changes)
+    )
 
 
 def test_true_sizes_load_the_same_target(tiny_target: Path) -> None:

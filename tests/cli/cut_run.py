@@ -22,7 +22,7 @@ from conftest import environment
 
 # name of the place -> (module, class or none, function); the pause comes before the call.
 PLACES: dict[str, tuple[str, str | None, str]] = {
-    "prompts": ("dspark.cli.stages", None, "write_prompts"),
+    "prompts": ("dspark.data.prompts", None, "_write_shards"),
     "answers": ("dspark.engine.generate", None, "GenerationResult"),
     "states": ("dspark.hidden.disk", "DiskStore", "put"),
     "draft": ("dspark.training.trainer", "Trainer", "_step"),

@@ -124,7 +124,7 @@ def test_a_finished_draft_shows_manifest_and_checkpoint(
 ) -> None:
     folder = tmp_path / "draft"
     manifest = new_manifest("draft", {"made": "by a test"}, counts={"steps": 7})
-    begin(folder, manifest.fingerprint)
+    begin(folder, manifest)
     saved_draft(folder)
     finish(folder, manifest)
     code, out, _ = run(capsys, str(folder), "--json", "--deep")

@@ -95,7 +95,7 @@ def head_distances(draft: DSparkDraft, record: HiddenRecord, slot: int) -> Tenso
     _, query = attention.queries(x, draft.rotation(torch.arange(anchor, anchor + BLOCK)[None]))
     own = attention.rows(x, draft.rotation(torch.arange(anchor, anchor + BLOCK)[None]))
     keys = torch.cat([rows, own], 1)[0, :, d.kv_lora :]
-    scores = query[0, :, slot] @ keys.T
+    scores = query[0, slot] @ keys.T
     return anchor + slot - scores.argmax(-1)
 
 

@@ -239,7 +239,7 @@ def test_a_dropped_block_is_as_good_as_never_chosen() -> None:
     with_it = with_dropped(build_blocks([RECORDS[1]], [chosen], BLOCK), 0, 1)
     without = build_blocks([RECORDS[1]], [chosen[[0, 2, 3]]], BLOCK)
     want = gradients_of("vanilla", "qwen3", [without], 5.0)
-    assert farthest(gradients_of("vanilla", "qwen3", [with_it], 5.0), want) < 1e-6
+    assert farthest(gradients_of("vanilla", "qwen3", [with_it], 5.0), want) < 5e-6
 
 
 @pytest.mark.parametrize(("kind", "flavour"), DRAFTS)

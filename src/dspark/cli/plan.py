@@ -27,8 +27,11 @@ from dspark.cli.bounds import (
 )
 from dspark.cli.console import Screen
 from dspark.cli.context import RunContext
+from dspark.config.prompts import FileSource, HubSource, PromptSource
 from dspark.config.recipe import BenchSection, TargetSection
 from dspark.data.sources import usable_prompts
+
+TOKEN_BYTES = 12  # of text as JSON holds it; a token of prose is 4
 
 
 def plan_of(run: RunContext) -> dict[Kind, Need]:
@@ -37,15 +40,31 @@ def plan_of(run: RunContext) -> dict[Kind, Need]:
     Raises:
         ConfigError: a draft that does not fit the target, or a context beyond the target's own.
         TargetError: no such target, no network, or a config that cannot be read.
-        DataError, MissingDependencyError: a prompt source cannot be read.
+        DataError, MissingDependencyError: a prompt source that is here cannot be read.
     """
     target = read_sizes(run.recipe.target, run.target_files)
     size, sources = 0, run.recipe.prompts.sources
     with run.screen.bar("reading prompt sources", len(sources)) as bar:
         for source in sources:
-            size += prompt_bytes(usable_prompts(source))
+            size += _source_bytes(run, source)
             bar.advance()
     return Bounds(run.recipe, target, size).needs()
+
+
+def _source_bytes(run: RunContext, source: PromptSource) -> int:
+    """Bytes of a source's prompts: read, or assumed (and said) when they are not here yet.
+
+    A plan downloads nothing, and is most wanted before a large file of prompts is brought.
+    """
+    away = isinstance(source, HubSource) or (
+        isinstance(source, FileSource) and not Path(source.path).exists()
+    )
+    if not (isinstance(source, (HubSource, FileSource)) and away and source.train != "all"):
+        return prompt_bytes(usable_prompts(source))
+    number = int(source.train) + source.held_out
+    each = run.recipe.prompts.max_prompt_tokens * TOKEN_BYTES
+    run.screen.stage("assumed", f"{number:,} prompts of {source.category}, not here yet")
+    return number * each
 
 
 def print_plan(run: RunContext, only: Kind | None) -> None:
