@@ -14,8 +14,10 @@ import torch
 
 from dspark.checkpoint.draft import load_draft
 from dspark.checkpoint.foreign import format_of, our_fields
+from dspark.checkpoint.layout import meta_draft, tensor_shapes
 from dspark.checkpoint.pretrained import read_tokenizer
 from dspark.checkpoint.published import CONFIG
+from dspark.checkpoint.shards import Weights
 from dspark.checkpoint.source import find_target
 from dspark.cli.console import Screen
 from dspark.cli.doctor_target import Request, beside_target, token_checks
@@ -25,14 +27,13 @@ from dspark.doctor.findings import Check, Examination, failed, passed, skipped
 from dspark.doctor.predicates import provenance_of
 from dspark.doctor.rules import ENGINES, check_rules, layer_id_table
 from dspark.doctor.weights import (
-    TensorFile,
+    check_files,
     check_frequencies,
     check_tensors,
     check_values,
-    open_weights,
+    open_checked,
 )
 from dspark.errors import CheckpointError, ConfigError, DSparkError
-from dspark.model.draft import DSparkDraft
 
 SCHEMA = "config.json parses as a draft, and its aliases agree with its fields"
 
@@ -61,7 +62,7 @@ def examine(request: Request, screen: Screen) -> Examination:
     exam.add(*check_rules(raw, request.engines))
     config, schema = _parse(raw)
     exam.add(schema)
-    weights, opened = open_weights(request.folder)
+    weights, opened = open_checked(request.folder)
     exam.add(opened)
     if weights is not None and foreign:
         exam.add(_convertible(request.folder))
@@ -114,13 +115,13 @@ def _parse(raw: dict[str, Any]) -> tuple[DraftConfig | None, Check]:
     return config, passed("config.schema", SCHEMA, "every field")
 
 
-def _tensor_checks(weights: TensorFile, config: DraftConfig, raw: dict[str, Any]) -> list[Check]:
-    with torch.device("meta"):
-        draft = DSparkDraft(config)
-    shapes = {name: tuple(t.shape) for name, t in draft.state_dict().items()}
+def _tensor_checks(weights: Weights, config: DraftConfig, raw: dict[str, Any]) -> list[Check]:
+    draft = meta_draft(config)
+    shapes = tensor_shapes(config)
     exact = draft.rotation(torch.tensor([1], device="cpu"))[0].angle().double().tolist()
     return [
-        *check_tensors(weights.header, shapes, raw),
+        *check_tensors(weights.entries, shapes, raw),
+        check_files(weights, raw),
         check_values(weights, shapes),
         check_frequencies(weights, exact),
     ]

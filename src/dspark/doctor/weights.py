@@ -6,20 +6,23 @@ tensor at a time, so that a checkpoint of any size needs the memory of its large
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dspark.checkpoint.shards import WEIGHTS
+from dspark.artifacts import sha256_file
+from dspark.checkpoint.draft import FILES_NOTE, is_slim
+from dspark.checkpoint.layout import EMBEDDING
+from dspark.checkpoint.shards import Weights, open_weights
+from dspark.checkpoint.tensorfile import TensorEntry
+from dspark.checkpoint.tensors import WEIGHT_DTYPES, as_tensor
 from dspark.doctor.findings import Check, failed, passed, skipped
 from dspark.doctor.predicates import provenance_of
+from dspark.errors import CheckpointError
 
 NAMES = "tensors are exactly those of the config"
 SHAPES = "every tensor has the shape the config implies"
@@ -32,71 +35,31 @@ CODES = {"F8_E4M3", "F8_E5M2", "I8", "U8", "I4", "F4"}
 SCALE = "_scale"
 KNOWN_FORMATS = {("compressed-tensors", "float-quantized")}
 PHASE_POSITION = 100_000
-EMBEDDING = "embed_tokens.weight"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One line of the header: safetensors dtype name and shape."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
-class TensorFile:
-    """A safetensors checkpoint: header at once, values on demand."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / WEIGHTS
-        self.header = _read_header(self.path)
-
-    def read(self, name: str) -> Tensor:
-        with safe_open(str(self.path), framework="pt") as file:
-            value: Tensor = file.get_tensor(name)
-            return value
-
-
-def _read_header(path: Path) -> dict[str, Entry]:
-    """Names, dtypes and shapes, read by hand: a dtype torch does not know must not stop us.
-
-    Raises:
-        OSError: absent.
-        ValueError: not a safetensors file, or truncated.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= size - 8:
-            raise ValueError(f"a header of {length} bytes in a file of {size}")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if 8 + length + end != size:
-        raise ValueError(f"{size} bytes where the header needs {8 + length + end}")
-    return {n: Entry(e["dtype"], tuple(e["shape"])) for n, e in header.items()}
-
-
-def open_weights(folder: Path) -> tuple[TensorFile | None, Check]:
-    """The weight file (None when unreadable) and the check about it."""
-    asked = "weights are a whole safetensors file"
+def open_checked(folder: Path) -> tuple[Weights | None, Check]:
+    """The weights (None when unreadable) and the check about them."""
+    asked = "weights are whole safetensors files"
     try:
-        file = TensorFile(folder)
-        with safe_open(str(file.path), framework="pt"):
-            pass
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        weights = open_weights(folder)
+    except CheckpointError as error:
         return None, failed(
-            "files.weights", asked, f"{type(error).__name__}: {error}",
-            f"{folder / WEIGHTS} is absent, truncated or of another format",
-            "Copy the checkpoint again.",
-        )  # fmt: skip
-    return file, passed("files.weights", asked, f"{len(file.header)} tensors")
+            "files.weights",
+            asked,
+            error.found,
+            f"{error.where}: expected {error.expected}",
+            error.fix,
+        )
+    return weights, passed("files.weights", asked, f"{len(weights.entries)} tensors")
 
 
 def check_tensors(
-    header: Mapping[str, Entry], expected: Mapping[str, tuple[int, ...]], raw: Mapping[str, Any]
+    header: Mapping[str, TensorEntry],
+    expected: Mapping[str, tuple[int, ...]],
+    raw: Mapping[str, Any],
 ) -> list[Check]:
     """Names, shapes, dtypes and quantization. ``expected`` shapes by name, from the config."""
-    if is_slim(raw):
+    if is_slim(dict(provenance_of(raw))):
         expected = {n: shape for n, shape in expected.items() if n != EMBEDDING}
     scales = {n for n in header if n.endswith(SCALE) and n.removesuffix(SCALE) in expected}
     frequencies = {n for n in header if "inv_freq" in n or "rotary" in n}
@@ -124,7 +87,7 @@ def check_tensors(
     ]  # fmt: skip
 
 
-def _dtypes(header: Mapping[str, Entry], scales: Iterable[str]) -> Check:
+def _dtypes(header: Mapping[str, TensorEntry], scales: Iterable[str]) -> Check:
     known = PLAIN | CODES
     odd = [f"{n} is {e.dtype}" for n, e in header.items() if e.dtype not in known]
     odd += [f"{n} is {header[n].dtype}" for n in scales if header[n].dtype not in PLAIN]
@@ -137,7 +100,7 @@ def _dtypes(header: Mapping[str, Entry], scales: Iterable[str]) -> Check:
 
 
 def _quantization(
-    header: Mapping[str, Entry],
+    header: Mapping[str, TensorEntry],
     expected: Mapping[str, tuple[int, ...]],
     scales: set[str],
     raw: Mapping[str, Any],
@@ -175,73 +138,91 @@ def _quantization(
     )  # fmt: skip
 
 
-def is_slim(raw: Mapping[str, Any]) -> bool:
-    """Whether provenance says that the checkpoint was written without the target's embedding."""
-    note = provenance_of(raw).get("embedding")
-    return isinstance(note, dict) and note.get("included") is False
-
-
-def check_values(file: TensorFile, expected: Iterable[str]) -> Check:
-    """Every tensor holds numbers. Reads the whole file."""
+def check_values(weights: Weights, expected: Iterable[str]) -> Check:
+    """Every tensor holds numbers. Reads everything, a few MiB at a time."""
     faults = []
     for name in expected:
-        if name not in file.header:
+        entry = weights.entries.get(name)
+        if entry is None or entry.dtype not in WEIGHT_DTYPES:
             continue
-        try:
-            value = file.read(name)
-        except (SafetensorError, ValueError, RuntimeError, AttributeError) as error:
-            faults.append(f"{name}: {type(error).__name__}: {error}")
-            continue
-        if value.dtype.is_floating_point and not bool(torch.isfinite(value.float()).all()):
-            faults.append(f"{name} holds NaN or infinity")
+        for piece in weights.pieces(name):
+            numbers = torch.frombuffer(piece, dtype=WEIGHT_DTYPES[entry.dtype])
+            if not bool(torch.isfinite(torch.stack(numbers.aminmax())).all()):
+                faults.append(f"{name} holds NaN or infinity")
+                break
     return _listed(
         "weights.finite", FINITE, faults, "all of them",
         "training diverged, or a conversion overflowed", "Go back to an earlier training state.",
     )  # fmt: skip
 
 
-def check_frequencies(file: TensorFile, exact: list[float]) -> Check:
+def check_files(weights: Weights, raw: Mapping[str, Any]) -> Check:
+    """Weight files against the hashes that the writer left in provenance."""
+    asked = "weight files are those that were written with this config.json"
+    recorded = provenance_of(raw).get(FILES_NOTE)
+    if not isinstance(recorded, dict):
+        return skipped("files.recorded", asked, "no hashes in provenance")
+    faults = []
+    for file in weights.files:
+        note = recorded.get(file.path.name)
+        said = note.get("sha256") if isinstance(note, dict) else None
+        if said != sha256_file(file.path)[1]:
+            faults.append(f"{file.path.name} has another hash than recorded")
+    return _listed(
+        "files.recorded", asked, faults, f"{len(weights.files)} files, every hash",
+        "the weights were changed or exchanged after they were written, or the copy is damaged",
+        "Copy the checkpoint again; after a meant change, export it anew.",
+    )  # fmt: skip
+
+
+def stored(weights: Weights, name: str) -> Tensor:
+    """One tensor of the checkpoint."""
+    return as_tensor(weights.entries[name], weights.read(name))
+
+
+def check_frequencies(weights: Weights, exact: list[float]) -> Check:
     """Stored rotary buffers against ``exact`` inverse frequencies (float64), as a phase error.
 
     A bf16 cast rounds a frequency by up to 0.4 %, which is hundreds of radians at position 100,000
     (Automodel #2859).
     """
-    names = [n for n in file.header if "inv_freq" in n or "rotary" in n]
+    names = [n for n in weights.entries if "inv_freq" in n or "rotary" in n]
     if not names:
         return passed("weights.rope_frequencies", FREQUENCIES, "none stored; computed in float64")
     worst, where = 0.0, names[0]
     for name in names:
-        stored = file.read(name).double().flatten()
-        if len(stored) != len(exact):
+        kept = stored(weights, name).double().flatten()
+        if len(kept) != len(exact):
             worst, where = math.inf, name
             break
-        off = float((stored - torch.tensor(exact, dtype=torch.float64)).abs().max())
+        off = float((kept - torch.tensor(exact, dtype=torch.float64)).abs().max())
         if off * PHASE_POSITION >= worst:
             worst, where = off * PHASE_POSITION, name
     if worst < 0.05:
         return passed("weights.rope_frequencies", FREQUENCIES, f"phase error {worst:.4f} rad")
     return failed(
         "weights.rope_frequencies", FREQUENCIES,
-        f"{where} ({file.header[where].dtype}): {worst:.3g} rad off at position {PHASE_POSITION:,}",
+        f"{where} ({weights.entries[where].dtype}): {worst:.3g} rad off at position "
+        f"{PHASE_POSITION:,}",
         "the buffer went through a bf16 cast, or belongs to other rope_parameters; the draft "
         "loses long contexts", "Delete the buffers from the file: engines compute them from "
         "rope_parameters. If training used rounded ones, train again.", "Automodel #2859",
     )  # fmt: skip
 
 
-def check_embedding(stored: Tensor | None, target: Tensor) -> Check:
+def check_embedding(held: Tensor | None, target: Tensor) -> Check:
     """The draft's embedding is the target's own, bit for bit in the draft's dtype."""
     asked = "embed_tokens equals the target's embedding bit for bit"
-    if stored is None:
+    if held is None:
         return skipped("live.embedding", asked, "the checkpoint holds no embed_tokens")
-    if stored.shape != target.shape:
-        found = f"shape {list(stored.shape)}, the target's is {list(target.shape)}"
+    if held.shape != target.shape:
+        found = f"shape {list(held.shape)}, the target's is {list(target.shape)}"
     else:
-        same = target.to("cpu", stored.dtype) == stored
+        same = target.to("cpu", held.dtype) == held
         if bool(same.all()):
-            return passed("live.embedding", asked, f"{stored.shape[0]} rows")
+            return passed("live.embedding", asked, f"{held.shape[0]} rows")
         rows = int((~same.all(-1)).sum())
-        found = f"{rows} of {stored.shape[0]} rows differ"
+        found = f"{rows} of {held.shape[0]} rows differ"
     return failed(
         "live.embedding", asked, found,
         "the export wrote an embedding that was never loaded, or the target is another one",
