@@ -32,6 +32,7 @@ from dspark.engine.asynchronous import AsyncDriver
 from dspark.engine.core import EngineCore
 from dspark.engine.drafter import Drafter
 from dspark.errors import CheckpointError, DecodingError
+from dspark.model.fp8 import serving_form
 
 DEFAULT_CONTEXT = 2048
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -79,7 +80,13 @@ class Engine:
         model = target.build(layer_ids)
         if folder is not None:
             head = model.head_weight()
-            loaded, _ = load_draft(folder, dtype=target.dtype, device=target.device, head=head)
+            loaded, _ = load_draft(
+                folder,
+                dtype=target.dtype,
+                device=target.device,
+                head=head,
+                fp8=serving_form(target.device),
+            )
             drafter = Drafter(loaded, head)
         self.core = EngineCore(
             model,

@@ -57,6 +57,10 @@ class CheckpointError(DSparkError):
     """Draft weights or config.json that do not make a sound draft."""
 
 
+class QuantizationError(CheckpointError):
+    """A draft that cannot be quantized: it is already, or it holds NaN or infinity."""
+
+
 class TargetError(DSparkError):
     """A target model that cannot be loaded or whose states cannot be tapped."""
 

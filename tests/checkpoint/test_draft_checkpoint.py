@@ -88,8 +88,8 @@ NORM = "context_norm.weight"
         (lambda t: t.update({"lm_head.weight": torch.ones(32, 16)}), "unexpected lm_head.weight"),
         (lambda t: t.update({NORM: torch.ones(17)}), "shape (17,), config implies (16,)"),
         (lambda t: t.update({NORM: torch.ones(1, 16)}), "shape (1, 16)"),
-        (lambda t: t.update({NORM: torch.ones(16, dtype=torch.int8)}), "I8 (without a scale"),
-        (lambda t: t.update({NORM: torch.ones(16).to(torch.float8_e4m3fn)}), "F8_E4M3 (without"),
+        (lambda t: t.update({NORM: torch.ones(16, dtype=torch.int8)}), "dtype I8, config implies F32"),
+        (lambda t: t.update({NORM: torch.ones(16).to(torch.float8_e4m3fn)}), "dtype F8_E4M3, config implies F32"),
         (lambda t: t[NORM].__setitem__(3, float("nan")), f"{NORM} holds NaN or infinity"),
         (lambda t: t[NORM].__setitem__(3, float("inf")), f"{NORM} holds NaN or infinity"),
         (lambda t: t[NORM].__setitem__(3, float("-inf")), f"{NORM} holds NaN or infinity"),
@@ -114,7 +114,7 @@ def test_a_quantized_weight_is_not_taken_for_numbers(tmp_path: Path) -> None:
 
     error = refusal(change(tmp_path, quantize))
     assert f"unexpected {name}_scale" in error.found
-    assert "quantized, with a scale" in error.found
+    assert f"{name} has dtype F8_E4M3, config implies F32" in error.found
 
 
 def test_three_faults_are_named_and_the_rest_counted(tmp_path: Path) -> None:

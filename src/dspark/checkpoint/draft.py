@@ -3,7 +3,8 @@
 Engines accept many wrong drafts without an error and then draft rubbish, so loading here refuses
 whatever is not exactly a draft: the config by the rules of ``dspark.checkpoint.published``, the
 files by those of ``dspark.checkpoint.tensorfile``, and here the tensors: missing, extra,
-mis-shaped, not floating point, non-finite, an embedding that is not the target's.
+mis-shaped, of another dtype than the config implies (floats, or FP8 with a scale where
+``dspark.checkpoint.quantization`` says so), non-finite, an embedding that is not the target's.
 
 Drafts that other tools wrote are converted first (``dspark.checkpoint.foreign``).
 
@@ -13,7 +14,7 @@ A *slim* checkpoint has no embedding; its provenance says so and holds the hash 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,12 +25,27 @@ from dspark.artifacts import atomic_json, sha256_file
 from dspark.checkpoint.foreign import CONVERTED, HEAD, our_tensors
 from dspark.checkpoint.layout import EMBEDDING, Shape, meta_draft
 from dspark.checkpoint.published import CONFIG, PROVENANCE, read_config, read_raw
+from dspark.checkpoint.quantization import (
+    FP8,
+    SCALE,
+    expected_tensors,
+    fp8_linears,
+    ignore_patterns,
+)
 from dspark.checkpoint.shards import Weights, open_weights
-from dspark.checkpoint.tensors import FORMAT_NAMES, WEIGHT_DTYPES, as_tensor, digest_of
+from dspark.checkpoint.soundness import require_sound
+from dspark.checkpoint.tensors import (
+    FORMAT_NAMES,
+    TORCH_DTYPES,
+    WEIGHT_DTYPES,
+    as_tensor,
+    digest_of,
+)
 from dspark.checkpoint.writer import specs_of, tensor_pieces, write_weights
 from dspark.config.architecture import DraftConfig
 from dspark.errors import CheckpointError
 from dspark.model.draft import DSparkDraft
+from dspark.model.fp8 import CODES, Fp8Form, dequantize_rows, install_fp8
 
 EMBEDDING_NOTE = "embedding"
 """Key of the provenance block: ``included``, ``dtype`` and ``sha256`` of the embedding's bytes."""
@@ -84,6 +100,7 @@ def load_draft(
     device: str | torch.device = "cpu",
     head: Tensor | None = None,
     embedding: Tensor | None = None,
+    fp8: Fp8Form = "dequantized",
 ) -> tuple[DSparkDraft, dict[str, Any]]:
     """The draft and its provenance.
 
@@ -93,6 +110,7 @@ def load_draft(
         device: where they go.
         head: the target's lm_head [V, H]: a stored one (foreign formats) must be the same.
         embedding: the target's [V, H]. A slim checkpoint needs it; another one must hold the same.
+        fp8: how FP8 weights are run; other checkpoints have none. Training needs "dequantized".
 
     Raises:
         CheckpointError: see the module docstring; names the tensor.
@@ -101,27 +119,42 @@ def load_draft(
     weights = open_weights(folder)
     draft = meta_draft(config)
     shapes = {name: tuple(t.shape) for name, t in draft.state_dict().items()}
+    quantized = quantized_linears(folder, draft)
     if CONVERTED in provenance or (config.flavour == "qwen3" and HEAD in weights.entries):
         tensors = {n: as_tensor(e, weights.read(n)) for n, e in weights.entries.items()}
         tensors = our_tensors(read_raw(folder), config, tensors, weights.where, head)
         _check({n: (FORMAT_NAMES[t.dtype], tuple(t.shape)) for n, t in tensors.items()},
-               shapes, provenance, weights.where)  # fmt: skip
+               shapes, frozenset(), provenance, weights.where)  # fmt: skip
         read = iter(tensors.items())
     else:
-        check_tensors(weights, shapes, provenance)
+        check_tensors(weights, shapes, quantized, provenance)
         read = ((n, as_tensor(e, weights.read(n))) for n, e in weights.entries.items())
+        if fp8 == "dequantized":
+            read = _dequantized(weights, quantized)
+        else:
+            install_fp8(draft, quantized, fp8)
     state: dict[str, Tensor] = {}
     for name, tensor in read:
-        require_finite(weights.where, name, tensor)
+        require_sound(weights.where, name, tensor)
         if name == EMBEDDING and embedding is not None:
             _require_same_embedding(weights.where, tensor, embedding)
-        state[name] = tensor.to(device, dtype)
+        kept = tensor.dtype == CODES or name.endswith(SCALE)
+        state[name] = tensor.to(device, tensor.dtype if kept else dtype)
     if EMBEDDING not in state:
         lent = _lent_embedding(weights.where, embedding, shapes[EMBEDDING], provenance)
         state[EMBEDDING] = lent.to(device, dtype)
     draft.load_state_dict(state, assign=True)
     draft.embed_tokens.weight.requires_grad_(False)
     return draft.eval(), provenance
+
+
+def quantized_linears(folder: Path, draft: DSparkDraft) -> frozenset[str]:
+    """Linears of ``draft`` that the folder's config.json says are FP8.
+
+    Raises:
+        CheckpointError: unreadable, or a scheme that is not ours.
+    """
+    return fp8_linears(draft, ignore_patterns(read_raw(folder), str(folder / CONFIG)))
 
 
 def content_hash(folder: Path) -> str:
@@ -137,42 +170,59 @@ def content_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def _dequantized(weights: Weights, quantized: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
+    """All tensors by name, FP8 weights already multiplied by their scales."""
+    for name, entry in weights.entries.items():
+        module = name.removesuffix(".weight").removesuffix(f".weight{SCALE}")
+        tensor = as_tensor(entry, weights.read(name))
+        if module not in quantized:
+            yield name, tensor
+        elif not name.endswith(SCALE):
+            scale = weights.entries[name + SCALE]
+            scales = as_tensor(scale, weights.read(scale.name))
+            require_sound(weights.where, scale.name, scales)
+            yield name, dequantize_rows(tensor, scales)
+
+
 def check_tensors(
-    weights: Weights, shapes: Mapping[str, Shape], provenance: dict[str, Any]
+    weights: Weights,
+    shapes: Mapping[str, Shape],
+    quantized: frozenset[str],
+    provenance: dict[str, Any],
 ) -> None:
-    """Names, shapes and dtypes from the headers alone.
+    """Names, shapes and dtypes from the headers alone; linears ``quantized`` must be FP8.
 
     Raises:
         CheckpointError: names the first three faults and counts the rest.
     """
     found = {name: (entry.dtype, entry.shape) for name, entry in weights.entries.items()}
-    _check(found, shapes, provenance, weights.where)
+    _check(found, shapes, quantized, provenance, weights.where)
 
 
 def _check(
     tensors: Mapping[str, tuple[str, Shape]],
     shapes: Mapping[str, Shape],
+    quantized: frozenset[str],
     provenance: dict[str, Any],
     where: str,
 ) -> None:
     """``tensors``: name -> (dtype as the format spells it, shape)."""
     slim = is_slim(provenance)
-    expected = {n: s for n, s in shapes.items() if not (slim and n == EMBEDDING)}
+    needed = {n: s for n, s in shapes.items() if not (slim and n == EMBEDDING)}
+    expected = expected_tensors(needed, quantized)
     faults = [f"missing {name}" for name in expected if name not in tensors]
     faults += [f"unexpected {name}" for name in tensors if name not in expected]
     for name in (n for n in expected if n in tensors):
-        dtype, shape = tensors[name]
-        if shape != expected[name]:
-            faults.append(f"{name} has shape {shape}, config implies {expected[name]}")
-        elif dtype not in WEIGHT_DTYPES:
-            scaled = f"{name}_scale" in tensors
-            kind = "quantized, with a scale" if scaled else "without a scale it means nothing"
-            faults.append(f"{name} has dtype {dtype} ({kind})")
+        (dtype, shape), (implied, dtypes) = tensors[name], expected[name]
+        if shape != implied:
+            faults.append(f"{name} has shape {shape}, config implies {implied}")
+        elif dtype not in dtypes:
+            faults.append(f"{name} has dtype {dtype}, config implies {' or '.join(dtypes)}")
     if faults:
         more = f" and {len(faults) - 3} more" if faults[3:] else ""
         _refuse(
             where,
-            f"exactly the {len(expected)} tensors of this config, in {', '.join(WEIGHT_DTYPES)}",
+            f"exactly the {len(expected)} tensors of this config",
             "; ".join(faults[:3]) + more,
             "Config and weights do not belong together, or the file is of another format.",
         )
@@ -215,9 +265,9 @@ def verify_weights(
     for name, entry in weights.entries.items():
         digest = hashlib.sha256()
         for piece in weights.pieces(name):
-            if entry.dtype in WEIGHT_DTYPES:
-                numbers = torch.frombuffer(piece, dtype=WEIGHT_DTYPES[entry.dtype])
-                require_finite(weights.where, name, numbers)
+            if entry.dtype in (*WEIGHT_DTYPES, FP8):
+                numbers = torch.frombuffer(piece, dtype=TORCH_DTYPES[entry.dtype])
+                require_sound(weights.where, name, numbers)
             if name == EMBEDDING:
                 digest.update(piece)
             on_bytes(len(piece))
@@ -235,13 +285,6 @@ def _require_hash(where: str, what: str, recorded: Any, found: str) -> None:
     if recorded != found:
         fix = "Copy the checkpoint again; if that does not help, it was changed after it was made."
         _refuse(where, f"{what} with sha256 {str(recorded)[:12]}", found[:12], fix)
-
-
-def require_finite(where: str, name: str, tensor: Tensor) -> None:
-    # min and max carry NaN and infinity along and need no mask as large as the tensor.
-    if tensor.numel() and not bool(torch.isfinite(torch.stack(tensor.aminmax())).all()):
-        found = f"{name} holds NaN or infinity"
-        _refuse(where, "finite weights", found, "Training went wrong or the file is damaged.")
 
 
 def _require_same_embedding(where: str, stored: Tensor, target: Tensor) -> None:

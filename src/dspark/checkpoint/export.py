@@ -23,13 +23,14 @@ from dspark.checkpoint.draft import (
     TARGET_NOTE,
     check_notes,
     check_tensors,
-    require_finite,
     write_config,
 )
 from dspark.checkpoint.foreign import CONVERTED
 from dspark.checkpoint.layout import EMBEDDING, Shape, tensor_shapes
-from dspark.checkpoint.published import CONFIG, read_config
+from dspark.checkpoint.published import CONFIG, read_config, read_raw
+from dspark.checkpoint.quantization import FIELD
 from dspark.checkpoint.shards import Weights, open_weights
+from dspark.checkpoint.soundness import require_sound
 from dspark.checkpoint.tensors import FORMAT_NAMES, WEIGHT_DTYPES
 from dspark.checkpoint.writer import (
     TensorSpec,
@@ -87,8 +88,15 @@ def open_export(folder: Path, to: Flavour) -> Exportable:
             f"one in the format of {provenance[CONVERTED]}",
             "It is published already; train from it with train.init_from to make it yours.",
         )
+    if FIELD in read_raw(folder):
+        _refuse(
+            where,
+            "a draft in float",
+            "a quantized one",
+            "Export the draft it was quantized from, then quantize the export.",
+        )
     weights, shapes = open_weights(folder), tensor_shapes(config)
-    check_tensors(weights, shapes, provenance)
+    check_tensors(weights, shapes, frozenset(), provenance)
     check_notes(provenance, where)
     return Exportable(folder, config, provenance, weights, shapes)
 
@@ -151,7 +159,7 @@ def _pieces(source: Exportable, spec: TensorSpec) -> Iterator[memoryview]:
     for numbers in _numbers(source, spec.name):
         for cast in tensor_pieces(numbers, WEIGHT_DTYPES[spec.dtype]):
             written = torch.frombuffer(cast, dtype=WEIGHT_DTYPES[spec.dtype])
-            require_finite(source.weights.where, f"{spec.name} in {spec.dtype}", written)
+            require_sound(source.weights.where, f"{spec.name} in {spec.dtype}", written)
             yield cast
 
 

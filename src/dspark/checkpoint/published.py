@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dspark.checkpoint.foreign import format_of, our_fields
+from dspark.checkpoint.quantization import FIELD, ignore_patterns
 from dspark.config.architecture import DraftConfig, K3DraftConfig, RopeParameters, draft_class
 from dspark.config.load import parse_draft_config, read_json_object
 from dspark.errors import CheckpointError, ConfigError
@@ -41,6 +42,7 @@ FIXED: dict[str, Any] = {
 INERT = frozenset({
     "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype", "transformers_version",
     "use_cache", "initializer_range", "_name_or_path", "_torchspec_version", PROVENANCE,
+    FIELD,
 })  # fmt: skip
 """Fields that say nothing about the arithmetic of a draft."""
 
@@ -98,9 +100,7 @@ def check_fields(raw: dict[str, Any], where: str) -> None:
         found = repr(raw.get("model_type"))[:80]
         fix = "Engines choose the class by either field: both must name the same draft."
         _refuse(where, "model_type", f"{kind!r}, as {chosen.architecture} has", found, fix)
-    if "quantization_config" in raw:
-        fix = "Load the draft it was quantized from."
-        _refuse(where, "quantization_config", "weights in float", "a quantized draft", fix)
+    ignore_patterns(raw, where)
     for key, reason in FORBIDDEN.items():
         if key in raw:
             _refuse(where, key, "no such field", repr(raw[key])[:80], f"Remove it: {reason}.")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dspark.checkpoint.tensorfile import TensorEntry, TensorFile, read_header
+from dspark.checkpoint.tensorfile import PIECE, TensorEntry, TensorFile, read_header
 from dspark.config.load import read_json_object
 from dspark.errors import CheckpointError, ConfigError
 
@@ -29,9 +29,9 @@ class Weights:
     entries: dict[str, TensorEntry]
     _home: dict[str, TensorFile]
 
-    def pieces(self, name: str) -> Iterator[bytearray]:
+    def pieces(self, name: str, size: int = PIECE) -> Iterator[bytearray]:
         """A tensor's bytes in pieces, see :meth:`TensorFile.pieces`."""
-        return self._home[name].pieces(name)
+        return self._home[name].pieces(name, size)
 
     def read(self, name: str) -> bytearray:
         """A tensor's bytes, see :meth:`TensorFile.read`."""

@@ -61,8 +61,8 @@ class TensorFile:
     entries: dict[str, TensorEntry]
     metadata: dict[str, str]
 
-    def pieces(self, name: str) -> Iterator[bytearray]:
-        """A tensor's bytes, :data:`PIECE` at a time, each buffer fresh and writable.
+    def pieces(self, name: str, size: int = PIECE) -> Iterator[bytearray]:
+        """A tensor's bytes, ``size`` at a time, each buffer fresh and writable.
 
         Raises:
             CheckpointError: the file became shorter or unreadable since its header was checked.
@@ -73,7 +73,7 @@ class TensorFile:
                 file.seek(self.data_start + entry.start)
                 left = entry.bytes
                 while left:
-                    piece = bytearray(min(PIECE, left))
+                    piece = bytearray(min(size, left))
                     if file.readinto(piece) != len(piece):
                         _refuse(self.path, f"all bytes of {name}", "the end of the file")
                     left -= len(piece)

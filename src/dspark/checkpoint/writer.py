@@ -80,7 +80,7 @@ def write_weights(
         StorageError: disk full or not writable.
         ValueError: ``pieces`` gave another number of bytes than the spec says (a fault of ours).
     """
-    groups = _shards(sorted(specs, key=_order), max_shard_bytes)
+    groups = _shards(sorted(specs, key=file_order), max_shard_bytes)
     names = [WEIGHTS]
     if len(groups) > 1:
         names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
@@ -90,18 +90,13 @@ def write_weights(
     for name, group in zip(names, groups, strict=True):
         with atomic_file(folder / name) as file:
             sink = _Sink(file, on_bytes)
-            sink.write(_header(group))
+            sink.write(header_bytes(group))
             for spec in group:
                 digests |= _write_tensor(sink, spec, pieces, wanted=spec.name in hashed)
         files[name] = {"bytes": sink.count, "sha256": sink.digest.hexdigest()}
         mapped |= {spec.name: name for spec in group}
     if len(groups) > 1:
-        totals = {
-            "total_parameters": sum(math.prod(spec.shape) for spec in specs),
-            "total_size": sum(spec.bytes for spec in specs),
-        }
-        index = {"metadata": totals, "weight_map": dict(sorted(mapped.items()))}
-        atomic_json(folder / INDEX, index)
+        atomic_json(folder / INDEX, index_of(specs, mapped))
     return Written(files, digests)
 
 
@@ -164,11 +159,23 @@ def _write_tensor(sink: _Sink, spec: TensorSpec, pieces: Pieces, *, wanted: bool
     return {spec.name: digest.hexdigest()} if wanted else {}
 
 
-def _order(spec: TensorSpec) -> tuple[int, str]:
+def index_of(specs: Iterable[TensorSpec], mapped: dict[str, str]) -> dict[str, Any]:
+    """What the index of several files says; ``mapped``: tensor name -> file name."""
+    specs = list(specs)
+    totals = {
+        "total_parameters": sum(math.prod(spec.shape) for spec in specs),
+        "total_size": sum(spec.bytes for spec in specs),
+    }
+    return {"metadata": totals, "weight_map": dict(sorted(mapped.items()))}
+
+
+def file_order(spec: TensorSpec) -> tuple[int, str]:
+    """Sort key of the tensors of a file: by falling dtype, then by name."""
     return -list(ITEM_BYTES).index(spec.dtype), spec.name
 
 
-def _header(group: Sequence[TensorSpec]) -> bytes:
+def header_bytes(group: Sequence[TensorSpec]) -> bytes:
+    """Length and header of a file that holds ``group`` in that order."""
     header: dict[str, Any] = {"__metadata__": METADATA}
     at = 0
     for spec in group:

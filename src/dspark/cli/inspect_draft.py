@@ -12,20 +12,28 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dspark.checkpoint.draft import check_notes, check_tensors, is_slim, verify_weights
+from dspark.checkpoint.draft import (
+    check_notes,
+    check_tensors,
+    is_slim,
+    quantized_linears,
+    verify_weights,
+)
 from dspark.checkpoint.engines import engine_views
 from dspark.checkpoint.layout import (
     EMBEDDING,
     Shape,
+    meta_draft,
     parameters,
     parts,
     tensor_shapes,
     trainable_parameters,
 )
 from dspark.checkpoint.published import CONFIG, read_config
+from dspark.checkpoint.quantization import SCALE
 from dspark.checkpoint.shards import INDEX, WEIGHTS, Weights, open_weights
 from dspark.checkpoint.tensorfile import ITEM_BYTES
-from dspark.checkpoint.tensors import FORMAT_NAMES
+from dspark.checkpoint.tensors import FORMAT_NAMES, WEIGHT_DTYPES
 from dspark.cli.console import Screen
 from dspark.cli.context import RunContext
 from dspark.config.architecture import DraftConfig
@@ -81,13 +89,15 @@ def describe_checkpoint(folder: Path, *, deep: bool, screen: Screen | None) -> d
         out |= _sizes(shapes, {name: entry.dtype for name, entry in weights.entries.items()})
         out["files"] = {file.path.name: file.path.stat().st_size for file in weights.files}
     if config is not None:
-        dtype = max(out["bytes"], key=out["bytes"].__getitem__) if out.get("bytes") else "BF16"
+        floats = {d: n for d, n in out.get("bytes", {}).items() if d in WEIGHT_DTYPES}
+        dtype = max(floats, key=floats.__getitem__) if floats else "BF16"
         out |= _conventions(config, dtype)
         out["slim"] = is_slim(provenance)
         out["provenance"] = provenance
     try:
         if config is not None and weights is not None:
-            check_tensors(weights, tensor_shapes(config), provenance)
+            fp8 = quantized_linears(folder, meta_draft(config))
+            check_tensors(weights, tensor_shapes(config), fp8, provenance)
             check_notes(provenance, str(folder / CONFIG))
         if weights is not None and deep:
             _read_all(weights, provenance, screen)
@@ -112,8 +122,10 @@ def _sizes(shapes: dict[str, Shape], dtypes: dict[str, str]) -> dict[str, Any]:
     by_dtype: Counter[str] = Counter()
     for name, shape in shapes.items():
         by_dtype[dtypes[name]] += math.prod(shape) * ITEM_BYTES[dtypes[name]]
+    scales = [name for name in shapes if name.endswith(f".weight{SCALE}")]
+    shapes = {name: shape for name, shape in shapes.items() if name not in scales}
     return {
-        "tensors": len(shapes),
+        "tensors": len(shapes) + len(scales),
         "parameters": parameters(shapes),
         "trainable_parameters": trainable_parameters(shapes),
         "bytes": dict(by_dtype),

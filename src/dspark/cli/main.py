@@ -275,6 +275,51 @@ def export(
 
 
 @app.command()
+def quantize(
+    first: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A draft in float.")],
+    second: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder for the FP8 draft.")],
+    recipe: Annotated[
+        str, typer.Option(help="phase1, or phase2: also the path of the context rows.")
+    ] = "phase1",
+    include: Annotated[
+        list[str] | None, typer.Option(help="Shell pattern of linears to add; repeatable.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(help="Shell pattern of linears to keep in float.")
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="With OUT CHECKPOINT instead: prove that OUT is made of CHECKPOINT."
+        ),
+    ] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Print sizes; write nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Make an FP8 draft (weights per channel, activations per token), or prove one."""
+    from dspark.cli.quantize import check_checkpoint, quantize_checkpoint, refuse_with_check
+
+    if check:
+        given = {"--include": include, "--exclude": exclude, "--plan": plan}
+        refuse_with_check({name: bool(value) for name, value in given.items()})
+        check_checkpoint(first, second, as_json=as_json)
+        return
+    try:
+        quantize_checkpoint(
+            first,
+            second,
+            recipe=recipe,
+            include=include or [],
+            exclude=exclude or [],
+            plan=plan,
+            as_json=as_json,
+        )
+    except KeyboardInterrupt:
+        typer.echo("\nInterrupted. Run the same command again to resume.", err=True)
+        raise typer.Exit(130) from None
+
+
+@app.command()
 def inspect(
     path: Annotated[
         Path, typer.Argument(metavar="PATH", help="A recipe, an artifact or a draft checkpoint.")

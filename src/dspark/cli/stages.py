@@ -40,6 +40,7 @@ from dspark.engine.generate import BatchGenerator
 from dspark.errors import ConfigError
 from dspark.hidden.answers import read_answers
 from dspark.hidden.disk import DiskStore
+from dspark.model.fp8 import serving_form
 from dspark.training.checkpoint import FILE as RESUME_FILE
 from dspark.training.stage import TargetParts, train_draft
 
@@ -244,6 +245,7 @@ def bench_draft(
         device=target.device,
         head=model.head_weight(),
         embedding=model.embedding_weight(),
+        fp8=serving_form(target.device),
     )
     drafter = Drafter(draft, model.head_weight())
     ends = end_ids(target)

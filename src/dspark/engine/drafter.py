@@ -63,8 +63,8 @@ class Drafter:
         if pack:
             # The Markov output matrix is used as a plain product per slot; everything else packs.
             context = draft.context_proj
-            assert isinstance(context, torch.nn.Linear)
-            setattr(draft, draft.names.context_proj, packed_or_plain(context, w2.dtype))
+            if isinstance(context, torch.nn.Linear):  # or it runs on FP8 weights
+                setattr(draft, draft.names.context_proj, packed_or_plain(context, w2.dtype))
             for layer in draft.draft_layers:
                 pack_linears(layer, w2.dtype)
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark.config.architecture import RopeParameters
+from dspark.model.fp8 import plain_weight
 from dspark.model.layers import RMSNorm, Rope, rotate
 
 
@@ -124,8 +125,8 @@ class LatentAttention(nn.Module):
     def prepare_serving(self) -> None:
         """Keep a plain copy of kv_b_proj for :meth:`serve`; needed before packing linears."""
         d = self.dims
-        weight = self.kv_b_proj.weight.detach()
-        self._expansion = weight.view(d.heads, d.nope + d.v, d.kv_lora).clone()
+        weight = plain_weight(self.kv_b_proj, self.kv_a_layernorm.weight.dtype)
+        self._expansion = weight.view(d.heads, d.nope + d.v, d.kv_lora)
 
     def serve(self, x: Tensor, rotation: Tensor, rows: Tensor, mask: Tensor | None) -> Tensor:
         """Absorbed: as :meth:`forward`, reading rows as they lie. Inference only."""
