@@ -31,9 +31,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``modules``: name -> norm of the error over norm of the output. The rest is per slot, averaged
-    over all slots: KL of the quantized draft's distribution from the float one's (nats), cosine of
-    logits, share of slots with the same argmax, and absolute difference of confidences."""
+    """``modules``: name -> norm of the error over norm of the output.
+
+    The rest is averaged over slots: KL of the quantized draft's distribution from the float one's
+    (nats), cosine of logits, share of the same argmax, absolute difference of confidences.
+    """
 
     modules: dict[str, float]
     kl: float
