@@ -11,6 +11,7 @@ from dspark.decoding.acceptance import (
     AcceptanceCounter,
     StepCount,
     bootstrap_interval,
+    difference_interval,
     trim_at_end,
 )
 from dspark.errors import DecodingError
@@ -99,6 +100,31 @@ def test_interval_covers_the_truth_about_as_often_as_it_says() -> None:
         low, high = bootstrap_interval(pairs, seed=trial, level=0.9, resamples=400)
         covered += low <= 1 + 3.0 <= high
     assert 0.82 <= covered / 300 <= 0.95
+
+
+def test_difference_on_the_same_prompts_is_far_tighter_than_two_intervals() -> None:
+    """Prompts differ by factors, drafts by a tenth: only pairing sees it."""
+    numbers = np.random.default_rng(2)
+    steps = numbers.integers(10, 40, size=50)
+    easy = numbers.uniform(0.5, 5.0, size=50)
+    first = [(round(e * s), int(s)) for e, s in zip(easy, steps, strict=True)]
+    second = [(round((e - 0.1) * s), int(s)) for e, s in zip(easy, steps, strict=True)]
+    change, low, high = difference_interval(first, second, seed=0)
+    assert low < change < high < 0
+    assert abs(change + 0.1) < 0.01
+    single = bootstrap_interval(first, seed=0)
+    assert (high - low) * 10 < single[1] - single[0]
+    assert difference_interval(first, first, seed=0) == (0.0, 0.0, 0.0)
+    assert difference_interval(second, first, seed=0)[0] == -change
+
+
+def test_difference_needs_the_same_prompts_on_both_sides() -> None:
+    with pytest.raises(DecodingError, match="2 and 1 prompts"):
+        difference_interval([(1, 1), (2, 2)], [(1, 1)], seed=0)
+    with pytest.raises(DecodingError, match="at least one prompt"):
+        difference_interval([(0, 0)], [(3, 2)], seed=0)
+    # One arm answered with the first token alone: no pair, no weight.
+    assert difference_interval([(0, 0), (4, 2)], [(3, 2), (6, 2)], seed=0) == (1.0, 1.0, 1.0)
 
 
 def test_interval_pools_instead_of_averaging_prompts() -> None:

@@ -164,6 +164,39 @@ def bootstrap_interval(
     return float(low), float(high)
 
 
+def difference_interval(
+    first: Sequence[tuple[int, int]],
+    second: Sequence[tuple[int, int]],
+    seed: int,
+    level: float = 0.95,
+    resamples: int = 2000,
+) -> tuple[float, float, float]:
+    """Acceptance length of ``second`` minus that of ``first``, on the same prompts.
+
+    Paired: a resample draws prompts, and both drafts' counts come with them, so that what is hard
+    about a prompt cancels. Prompts without steps of both drafts are left out.
+
+    Returns:
+        (difference, low, high) in tokens per verify step.
+
+    Raises:
+        DecodingError: different numbers of prompts, none with steps, or senseless level.
+    """
+    fix = "Pass one (accepted, steps) pair per prompt for each draft, in the same order."
+    if len(first) != len(second) or not 0 < level < 1 or resamples < 1:
+        found = f"{len(first)} and {len(second)} prompts, level {level}, resamples {resamples}"
+        raise _error("as many prompts of both, 0 < level < 1", found, fix)
+    pairs = [(*a, *b) for a, b in zip(first, second, strict=True) if a[1] > 0 and b[1] > 0]
+    if not pairs:
+        raise _error("at least one prompt with verify steps of both", "none", fix)
+    counts, n = np.array(pairs, dtype=np.int64), len(pairs)
+    weights = np.random.default_rng(seed).multinomial(n, np.full(n, 1.0 / n), size=resamples)
+    sums = np.vstack([counts.sum(0), weights @ counts])
+    differences = sums[:, 2] / sums[:, 3] - sums[:, 0] / sums[:, 1]
+    low, high = np.quantile(differences[1:], [(1 - level) / 2, (1 + level) / 2])
+    return float(differences[0]), float(low), float(high)
+
+
 def trim_at_end(tokens: Sequence[int], end_ids: Collection[int]) -> tuple[list[int], bool]:
     """Cut a run of emitted tokens after its first end token, which is kept.
 
