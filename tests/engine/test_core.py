@@ -31,7 +31,9 @@ def mixed(count: int) -> list[SamplingParams]:
 
 def test_batched_equals_alone_at_every_temperature(pair: Pair) -> None:
     prompts, params = pair.prompts[:12], mixed(12)
-    alone = [run(pair.engine(max_requests=1), [p], [q])[0] for p, q in zip(prompts, params, strict=True)]
+    alone = [
+        run(pair.engine(max_requests=1), [p], [q])[0] for p, q in zip(prompts, params, strict=True)
+    ]
     for width in (3, 12):
         together = run(pair.engine(max_requests=width), prompts, params)
         assert [c.ids for c in together] == [c.ids for c in alone]
