@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from dspark.decoding.params import SamplingParams
 from dspark.decoding.sampling import (
+    STREAMS,
     RandomStreams,
-    StreamName,
     _flatten_impossible,
     safe_argmax,
     sample,
@@ -21,7 +21,6 @@ from dspark.decoding.sampling import (
 from dspark.errors import DecodingError
 
 GREEDY = SamplingParams()
-STREAMS: tuple[StreamName, ...] = ("draft", "accept", "residual")
 INF, NAN = math.inf, math.nan
 UNIFORM = st.floats(0, 1)
 WEIGHTS = st.lists(

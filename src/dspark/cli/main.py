@@ -419,6 +419,27 @@ def generate(
     generate_text(draft, target, prompt, overrides, raw=raw, as_json=as_json)
 
 
+@app.command()
+def verify(
+    draft: Annotated[
+        Path | None, typer.Argument(metavar="[DRAFT]", help="A draft whose greedy texts to check.")
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="SOURCE", help="The target; the draft's own when left out."),
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON Lines of prompts for the greedy texts.")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Texts per sampled case.")] = 100_000,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Prove that drafting does not change what comes out; fails when a bound is missed."""
+    from dspark.cli.verify import verify as prove
+
+    prove(draft, target, prompts, samples, as_json=as_json)
+
+
 def _print_error(error: DSparkError) -> None:
     from rich.console import Console
 

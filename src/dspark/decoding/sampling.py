@@ -29,6 +29,7 @@ from dspark.decoding.params import SamplingParams, Shape
 from dspark.errors import DecodingError
 
 StreamName = Literal["draft", "accept", "residual"]
+STREAMS: tuple[StreamName, ...] = get_args(StreamName)
 
 # Enough candidates for nearly every nucleus; a wider one falls back to a full sort.
 NUCLEUS_CANDIDATES = 512
