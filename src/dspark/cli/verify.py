@@ -28,7 +28,7 @@ from dspark.api import Engine
 from dspark.cli.console import Screen
 from dspark.cli.draft_target import load_target_of
 from dspark.config.engine import EngineOptions
-from dspark.config.recipe import FileSource
+from dspark.config.prompts import FileSource
 from dspark.data.chat import prompt_ids
 from dspark.data.jsonl import read_json_lines
 from dspark.data.sources import prompts_of

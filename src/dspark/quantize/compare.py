@@ -67,10 +67,10 @@ def compare(
                 first, sure = _block(plain, head, sample, anchor)
                 second, other = _block(quantized, head, sample, anchor)
                 rows.append(_figures(first, second, (sure - other).abs()))
-    means = torch.cat(rows).mean(0).tolist()
+    kl, cosine, agreement, confidence = torch.cat(rows).mean(0).tolist()
     slots = sum(len(part) for part in rows)
     ratios = {name: (error / total) ** 0.5 for name, (error, total) in errors.items()}
-    return Comparison(ratios, *means, slots)
+    return Comparison(ratios, kl, cosine, agreement, confidence, slots)
 
 
 def _same(module: nn.Linear, twin: Any) -> bool:
