@@ -45,7 +45,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 $(DEV_STAMP): $(STAMP)
-	$(PIP) install -c constraints.txt -e '.[gguf,report,dev]'
+	$(PIP) install -c constraints.txt -e '.[gguf,report,grammar,data,dev]'
 	@touch $@
 
 vllm-env: $(VLLM_STAMP)
