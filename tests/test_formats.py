@@ -18,7 +18,16 @@ from dspark.checkpoint.published import FIXED, FORBIDDEN, INERT
 from dspark.checkpoint.tensorfile import ITEM_BYTES
 from dspark.config.architecture import K3DraftConfig, Qwen3DraftConfig, RopeParameters
 from dspark.data.prompt import Prompt
-from dspark.data.prompts import Drop, PromptReport, SourceReport
+from dspark.data.prompt_report import (
+    CategoryReport,
+    Cluster,
+    ContaminationReport,
+    DuplicateReport,
+    FunnelStep,
+    HitReport,
+    PromptReport,
+    SourceReport,
+)
 from dspark.hidden.answers import Answer
 from dspark.hidden.disk import _TENSORS
 
@@ -38,7 +47,20 @@ def section(title: str) -> set[str]:
     ("title", "models"),
     [
         ("manifest.json", [Manifest, Parent, FileEntry, Made, Attempt, StageRecord, Done]),
-        ("prompts.jsonl", [Prompt, PromptReport, SourceReport, Drop]),
+        (
+            "Prompts",
+            [
+                Prompt,
+                PromptReport,
+                SourceReport,
+                FunnelStep,
+                CategoryReport,
+                Cluster,
+                DuplicateReport,
+                ContaminationReport,
+                HitReport,
+            ],
+        ),
         ("answers.jsonl", [Answer]),
         ("training.json", [Training, TrainingStep, Evaluation]),
         (
