@@ -30,15 +30,6 @@ from dspark.data.prompt_report import (
 )
 from dspark.hidden.answers import Answer
 from dspark.hidden.disk import _TENSORS
-from dspark.quantize.manifest import (
-    FileRecord,
-    PtqManifest,
-    RecipeRecord,
-    ScaleRecord,
-    Side,
-    TensorRecord,
-    Totals,
-)
 
 TEXT = (Path(__file__).parent.parent / "docs" / "formats.md").read_text(encoding="utf-8")
 NAMED = set(re.findall(r"`([^`\n]+)`", TEXT))
@@ -57,24 +48,20 @@ def section(title: str) -> set[str]:
     [
         ("manifest.json", [Manifest, Parent, FileEntry, Made, Attempt, StageRecord, Done]),
         (
-            "prompts.jsonl",
+            "Prompts",
             [
                 Prompt,
                 PromptReport,
                 SourceReport,
                 FunnelStep,
                 CategoryReport,
-                DuplicateReport,
                 Cluster,
+                DuplicateReport,
                 ContaminationReport,
                 HitReport,
             ],
         ),
         ("answers.jsonl", [Answer]),
-        (
-            "atom_dspark_ptq_manifest.json",
-            [PtqManifest, RecipeRecord, Side, FileRecord, Totals, TensorRecord, ScaleRecord],
-        ),
         ("training.json", [Training, TrainingStep, Evaluation]),
         (
             "bench.json, results.json, summary.json, lineage.json",

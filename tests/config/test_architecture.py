@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from dspark.checkpoint.published import check_fields
 from dspark.config.architecture import (
     DraftConfig,
     K3DraftConfig,
@@ -188,7 +189,9 @@ def draft_configs(draw: st.DrawFn) -> DraftConfig:
 @settings(max_examples=100, deadline=None)
 @given(draft_configs())
 def test_every_draft_config_survives_config_json(config: DraftConfig) -> None:
-    assert DraftConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    raw = json.loads(json.dumps(config.to_json()))
+    check_fields(raw, "what we write passes our own strict reader")
+    assert DraftConfig.from_json(raw) == config
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,8 @@ def set_everywhere(raw: Config, key: str, alias: str, value: Any) -> None:
     raw["dspark_provenance"].pop("trained", None)
 
 
-def keep_taps(folder: Path, kept: list[int], declared: list[int]) -> Path:
-    """Drop the other taps from the context projection, and declare ``declared`` as their layers."""
+def keep_taps(folder: Path, kept: list[int]) -> Path:
+    """Leave a draft that only reads the taps ``kept`` (of the layers 0, 1, 2)."""
     hidden = json.loads((folder / "config.json").read_text())["hidden_size"]
 
     def narrow(weights: Weights) -> None:
@@ -72,12 +72,22 @@ def keep_taps(folder: Path, kept: list[int], declared: list[int]) -> Path:
         weights["context_proj.weight"] = columns[:, kept].flatten(1)
 
     edit_weights(folder, narrow)
+    return declare_layers(folder, kept)
+
+
+def declare_layers(folder: Path, ids: list[int]) -> Path:
+    """Write ``ids`` wherever a config names the tapped layers."""
 
     def declare(raw: Config) -> None:
-        set_everywhere(raw, "target_layer_ids", "dspark_target_layer_ids", declared)
-        raw["num_target_layers"] = len(declared)
+        set_everywhere(raw, "target_layer_ids", "dspark_target_layer_ids", ids)
+        raw["num_target_layers"] = len(ids)
 
     return edit_config(folder, declare)
+
+
+def of_layers(records: list[HiddenRecord], kept: list[int]) -> list[HiddenRecord]:
+    """The same records as if only these layers had been tapped."""
+    return [replace(r, layer_ids=tuple(kept), taps=r.taps[:, kept]) for r in records]
 
 
 def records_of(run: Path) -> list[HiddenRecord]:
