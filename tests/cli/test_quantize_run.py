@@ -39,6 +39,6 @@ def test_a_trained_draft_is_quantized_proved_and_measured(tiny_run: Path, tmp_pa
         if after["temperature"] == 0:
             assert after["identical_to_plain"] == [3, 3]
         assert abs(after["acceptance_length"] - before["acceptance_length"]) < 1.5
-    exported = dspark("export", str(out), str(tmp_path / "export"))
+    exported = dspark("export", str(out), "--to", "k3", str(tmp_path / "export"))
     assert exported.returncode == 1
     assert "quantized" in exported.stderr
