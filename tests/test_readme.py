@@ -60,7 +60,10 @@ ELSEWHERE = {
     "dspark run recipes/quickstart.yaml": ("tests/test_quickstart.py", '"run"'),
     "dspark doctor runs/quickstart/draft": ("tests/test_quickstart.py", '"doctor"'),
     "dspark export runs/quickstart --to k3 exported": ("tests/test_quickstart.py", '"export"'),
-    "dspark serve exported --engine vllm --plan": ("tests/test_quickstart.py", '"serve"'),
+    "dspark serve exported --engine vllm --target HuggingFaceTB/SmolLM2-135M-Instruct --plan": (
+        "tests/test_quickstart.py",
+        '"serve"',
+    ),
     "dspark bench runs/quickstart/draft": ("tests/test_quickstart.py", '"bench"'),
     "dspark bench runs/quickstart/draft --prompts my_prompts.jsonl --out figures.json": (
         "tests/cli/test_pipeline.py",
