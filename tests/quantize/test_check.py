@@ -172,7 +172,9 @@ def test_the_loader_refuses_scales_and_codes_that_do_not_fit(tmp_path: Path) -> 
         assert f"{GATE}_scale holds others" in with_changes(**{f"{GATE}_scale": wrong})
     nan = whole[GATE].clone()
     nan.view(torch.uint8)[1, 1] = 0x7F
-    assert "code of NaN" in with_changes(**{GATE: nan})
+    assert f"{GATE} holds NaN" in with_changes(**{GATE: nan})
+    with pytest.raises(CheckpointError, match="the code of NaN"):
+        load_draft(out, fp8="reference")
 
 
 @pytest.mark.parametrize(
