@@ -142,16 +142,20 @@ def decide_many(rule: Rule, p: Tensor, q: Tensor | None, ids: Tensor, u: Tensor)
     short = (accepted < n).nonzero().squeeze(1)
     if rule == "greedy" or not len(short):
         return Decisions(accepted, rows)
-    at = accepted[short]
+    at, whole = accepted[short], len(short) == len(rows)
+    own = rows if whole else rows[short]
     if draft is None:
         # scale * p(x) - 1 <= 0 at the drafted token; nothing is subtracted elsewhere.
-        rows[short] = _normed(rows[short].scatter(1, ids[short, at].unsqueeze(1), 0.0), rows[short])
-        return Decisions(accepted, rows)
-    scale = torch.ones(len(short), 1, dtype=torch.float64, device=p.device)
-    if rule == "block" and joint is not None:
-        scale = joint[short, at].unsqueeze(1)
-    left = (rows[short] * scale - draft.rows(accepted, short)).clamp_min_(0.0)
-    rows[short] = _normed(left, rows[short])
+        left = own.scatter(1, ids[short, at].unsqueeze(1), 0.0)
+    else:
+        left = own.clone()
+        if rule == "block" and joint is not None:
+            left.mul_(joint[short, at].unsqueeze(1))
+        left.sub_(draft.rows(accepted, short)).clamp_min_(0.0)
+    owed = _normed(left, own)
+    if whole:
+        return Decisions(accepted, owed)
+    rows[short] = owed
     return Decisions(accepted, rows)
 
 
@@ -207,8 +211,10 @@ def residual(p: Tensor, q: Tensor | int, scale: float = 1.0) -> Tensor:
 
 
 def _normed(left: Tensor, fallback: Tensor) -> Tensor:
-    """Rows [R, V] of ``left`` summing to 1; rows without mass are those of ``fallback``."""
+    """Rows [R, V] of ``left`` (used up) summing to 1; those without mass are ``fallback``'s."""
     mass = left.sum(1, keepdim=True)
+    if bool((mass > 0).all()):
+        return left.div_(mass)
     return torch.where(mass > 0, left / mass, fallback / fallback.sum(1, keepdim=True))
 
 
@@ -249,7 +255,7 @@ class _Rows:
         """Row ``index[r]`` of every request (or of ``requests``), [r, V] float64."""
         every = torch.arange(len(self.raw), device=index.device) if requests is None else requests
         at = index[every]
-        return self.raw[every, at].double() / self.totals[every, at].unsqueeze(1)
+        return self.raw[every, at].double().div_(self.totals[every, at].unsqueeze(1))
 
     def at(self, ids: Tensor) -> Tensor:
         """[R, n] float64: probability of ``ids[r, i]`` in row i."""
