@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from dspark.cli import doctor_target
+from dspark.cli.doctor_target import Request
 from dspark.cli.main import entry
 from dspark.doctor.rules import ENGINES
 
@@ -62,3 +65,19 @@ def test_a_folder_without_a_draft_is_a_finding(
 ) -> None:
     assert run(str(tmp_path)) == 1
     assert "files.config" in capsys.readouterr().out
+
+
+def test_a_run_is_examined_on_its_workload_which_the_expected_length_is_of(
+    tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = shutil.copytree(tiny_run, tmp_path / "run")
+    [shard] = (root / "prompts" / "shards").glob("held_out-*.jsonl")
+    other = json.loads(shard.read_text().splitlines()[0])
+    other |= {"id": "chat-1", "category": "chat"}
+    other["messages"] = [{"role": "user", "content": "Write a poem."}]
+    shard.write_text(json.dumps(other) + "\n" + shard.read_text())
+    monkeypatch.setattr(doctor_target, "prompt_ids", lambda _tokenizer, messages: messages)
+    request = Request(root / "draft", ENGINES, None, None)
+    chosen = doctor_target._prompts(request, SimpleNamespace(tokenizer=None))
+    assert len(chosen) == 12
+    assert not [m for m in chosen if "poem" in m[0]["content"]]

@@ -183,14 +183,18 @@ def _run_folder(folder: Path) -> Path | None:
 
 
 def _prompts(request: Request, target: LoadedTarget) -> list[list[int]]:
-    """The user's prompts, else the run's held-out ones, else order tickets."""
+    """The user's prompts, else the run's held-out ones, else order tickets.
+
+    Of a run only the workload's: that is what the expected acceptance length was measured on.
+    """
     run = _run_folder(request.folder)
     if request.prompts is not None:
         count = len(list(read_json_lines(request.prompts)))
         chosen = _file_prompts(request.prompts, min(count, PROMPTS))
     elif run is not None:
+        workload = read_manifest(run / "prompts", "prompts").config["prompts"]["workload"]
         held = read_prompts(run / "prompts", "held_out")
-        chosen = [q.messages for q in held[:PROMPTS]]
+        chosen = [q.messages for q in held if q.category in workload][:PROMPTS]
     else:
         source = OrderTicketSource(kind="order_tickets", held_out=PROMPTS, seed=1)
         chosen = [q.messages for q in prompts_of(source)]
