@@ -108,4 +108,5 @@ def test_the_qwen3_flavour_arrives_with_q_k_v_joined(tmp_path: Path, recipe: str
     verdict = judged(QWEN3, recipe, tmp_path)
     manifest = check_arrived(verdict, tmp_path)
     assert len(manifest.modules) == 12 + (recipe == "phase2")
-    assert verdict.answer["unloaded"] == []
+    # The target lends its head when the engine starts; our checkpoints do not hold it.
+    assert verdict.answer["unloaded"] == ["lm_head.weight"]
