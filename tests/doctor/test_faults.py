@@ -107,7 +107,7 @@ def test_7_trained_with_labels_one_token_late(draft, doctor, tiny_run, target) -
     assert found <= {"live.labels"} | ALSO
 
 
-@pytest.mark.parametrize(("trained", "declared"), [([0, 1], [1, 2]), ([1, 2], [0, 1])])
+@pytest.mark.parametrize(("trained", "declared"), [([0], [1]), ([1], [2]), ([1, 2], [0, 1])])
 def test_3_layers_off_by_one_in_either_direction(
     draft, doctor, tiny_run, target, trained, declared
 ) -> None:
@@ -118,8 +118,6 @@ def test_3_layers_off_by_one_in_either_direction(
     faulty.declare_layers(draft, declared)
     exam = doctor(draft, live=True)
     told = next(c for c in exam.checks if c.id == "live.layers")
-    if trained < declared and "cannot be told apart" in told.found:
-        return  # so small a draft reads little from its lower taps; the doctor says what it is unsure of
     assert failures(exam) - ALSO == {"live.layers"}, told.found
     assert str(trained) in told.cause
 
