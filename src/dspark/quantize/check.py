@@ -8,6 +8,7 @@ one that all this gives. A bit that differs anywhere is an error that names its 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from dspark.quantize.convert import manifest_of
 from dspark.quantize.manifest import MANIFEST, PtqManifest, damaged, read_ptq_manifest
 from dspark.quantize.plan import Plan, make_plan, source_side
 from dspark.quantize.rows import within_bounds
-from dspark.quantize.stream import Bytes, hasher, pass_tensor
+from dspark.quantize.stream import Bytes, background, pass_tensor
 
 
 def plan_of(out: Path, source: Path) -> Plan:
@@ -78,8 +79,8 @@ def check(out: Path, source: Path, on_bytes: Callable[[int], None] = lambda _: N
             name: stack.enter_context(open(out / name, "rb", buffering=0)) for name in plan.files
         }
         sink = _Comparison(plan, out, files)
-        hashes = stack.enter_context(hasher())
-        records = [pass_tensor(plan, name, sink, hashes, on_bytes) for name in plan.order]
+        beside = stack.enter_context(background(sink))
+        records = [pass_tensor(plan, name, sink, beside, on_bytes) for name in plan.order]
     again = manifest_of(plan, records).model_copy(
         update={"versions": manifest.versions, "sha256": manifest.sha256}
     )
@@ -131,9 +132,9 @@ class _Comparison:
 
     def _read(self, name: str, at: int, size: int) -> bytearray:
         home = self.plan.home[name]
-        data = bytearray(size)
-        file = self.files[home]
-        file.seek(self.plan.files[home].offsets[name] + at)
-        if file.readinto(data) != size:
+        place = self.plan.files[home].offsets[name] + at
+        # Two threads read: neither may move the other's place in the file.
+        data = os.pread(self.files[home].fileno(), size, place)
+        if len(data) != size:
             raise damaged(self.out / home, f"all bytes of {name}", "the end of the file")
-        return data
+        return bytearray(data)  # torch wants it writable

@@ -41,7 +41,7 @@ from dspark.quantize.manifest import (
     text_of,
 )
 from dspark.quantize.plan import Plan, out_side, source_side
-from dspark.quantize.stream import Bytes, hasher, pass_tensor
+from dspark.quantize.stream import Bytes, background, pass_tensor
 
 JOURNAL = "journal.jsonl"
 PIECE = 8 << 20
@@ -125,10 +125,10 @@ def _records(
             name: stack.enter_context(open(work / name, "r+b", buffering=0)) for name in plan.files
         }
         sink = _FileSink(plan, files)
-        hashes = stack.enter_context(hasher())
+        beside = stack.enter_context(background(sink))
         for name in plan.order:
             if name not in done:
-                done[name] = pass_tensor(plan, name, sink, hashes, on_bytes)
+                done[name] = pass_tensor(plan, name, sink, beside, on_bytes)
                 journal.write(f"{done[name].model_dump_json()}\n".encode())
                 journal.flush()
         for file in files.values():

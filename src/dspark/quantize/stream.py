@@ -1,7 +1,7 @@
 """The one pass over a source: read, hash, quantize, hash, hand on; a few MiB at a time.
 
-Where the bytes go is the caller's: to a file when converting, to a comparison when checking. Hashes
-are computed in a thread of their own, which takes as long as the arithmetic does.
+Where the bytes go is the caller's: to a file when converting, to a comparison when checking.
+Hashing and handing on have a thread of their own, which takes about as long as the arithmetic.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ BLOCK = 1 << 19
 COPY = 1 << 20
 """Bytes of other tensors handed on at once."""
 WAITING = 8
-"""Pieces that may wait to be hashed; bounds the memory."""
+"""Pieces that may wait for the background; bounds the memory."""
 
 Bytes = bytes | bytearray | memoryview
 
 
 class Sink(Protocol):
-    """Takes the bytes of every tensor that comes out, in pieces and in order."""
+    """Takes the bytes of every tensor that comes out, in pieces and in order.
+
+    ``put`` is called in the background thread, ``block`` in the caller's.
+    """
 
     def put(self, name: str, at: int, data: Bytes) -> None:
         """``data`` belongs to tensor ``name`` from its byte ``at`` on."""
@@ -43,32 +46,53 @@ class Sink(Protocol):
         """Told of every quantized block before its codes are put."""
 
 
-class Hasher:
-    """sha256 sums in one background thread, each fed in order."""
+class Background:
+    """One thread beside the arithmetic that hashes and hands on, everything in the given order."""
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self._pool = pool
+    def __init__(self, pool: ThreadPoolExecutor, sink: Sink) -> None:
+        self._pool, self._sink = pool, sink
         self._waiting: deque[Future[None]] = deque()
 
     def update(self, digest: Any, data: Bytes) -> None:
-        """``data`` must not change afterwards."""
-        while len(self._waiting) >= WAITING:
-            self._waiting.popleft().result()
-        self._waiting.append(self._pool.submit(digest.update, data))
+        """Hash ``data``, which must not change afterwards."""
+        self._submit(digest.update, data)
+
+    def put(self, name: str, at: int, data: Bytes) -> None:
+        """:meth:`Sink.put`; what it raises comes up in a later call here."""
+        self._submit(self._sink.put, name, at, data)
 
     def hexdigest(self, digest: Any) -> str:
-        return self._pool.submit(lambda: str(digest.hexdigest())).result()
+        """The sum, after everything before has been done."""
+        self._wait(0)
+        return str(digest.hexdigest())
+
+    def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
+        self._wait(WAITING - 1)
+        self._waiting.append(self._pool.submit(work, *arguments))
+
+    def _wait(self, most: int) -> None:
+        while len(self._waiting) > most:
+            self._waiting.popleft().result()
 
 
 @contextmanager
-def hasher() -> Iterator[Hasher]:
-    """A :class:`Hasher` for the length of a ``with`` block."""
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        yield Hasher(pool)
+def background(sink: Sink) -> Iterator[Background]:
+    """A :class:`Background` for the length of a ``with`` block; torch leaves it a core.
+
+    With as many threads of torch as there are cores, the one more made two cores slower than one:
+    torch's threads wait for each other by spinning.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads - 1))
+    try:
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            yield Background(pool, sink)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def pass_tensor(
-    plan: Plan, name: str, sink: Sink, hashes: Hasher, on_bytes: Callable[[int], None]
+    plan: Plan, name: str, sink: Sink, beside: Background, on_bytes: Callable[[int], None]
 ) -> TensorRecord:
     """Send one tensor of the source through; returns its manifest record.
 
@@ -79,14 +103,14 @@ def pass_tensor(
         CheckpointError: the source became unreadable.
     """
     if name in plan.fp8:
-        return _quantize(plan, name, sink, hashes, on_bytes)
+        return _quantize(plan, name, sink, beside, on_bytes)
     entry, digest, at = plan.weights.entries[name], hashlib.sha256(), 0
     for piece in plan.weights.pieces(name, COPY):
-        hashes.update(digest, piece)
-        sink.put(name, at, piece)
+        beside.update(digest, piece)
+        beside.put(name, at, piece)
         at += len(piece)
         on_bytes(len(piece))
-    found = hashes.hexdigest(digest)
+    found = beside.hexdigest(digest)
     return TensorRecord(
         name=name,
         role="copied",
@@ -101,7 +125,7 @@ def pass_tensor(
 
 
 def _quantize(
-    plan: Plan, name: str, sink: Sink, hashes: Hasher, on_bytes: Callable[[int], None]
+    plan: Plan, name: str, sink: Sink, beside: Background, on_bytes: Callable[[int], None]
 ) -> TensorRecord:
     entry = plan.weights.entries[name]
     rows, columns = entry.shape
@@ -110,7 +134,7 @@ def _quantize(
     scales: list[Tensor] = []
     at, size = 0, max(1, BLOCK // columns) * columns * dtype.itemsize
     for piece in plan.weights.pieces(name, size):
-        hashes.update(before, piece)
+        beside.update(before, piece)
         weights = torch.frombuffer(piece, dtype=dtype).reshape(-1, columns)
         made = quantize_block(weights, measured)
         if made is None:
@@ -118,23 +142,23 @@ def _quantize(
         codes, scale = made
         sink.block(name, weights, codes, scale)
         data = raw_bytes(codes)
-        hashes.update(after, data)
-        sink.put(name, at, data)
+        beside.update(after, data)
+        beside.put(name, at, data)
         at += len(data)
         scales.append(scale)
         on_bytes(len(piece))
     scale = torch.cat(scales)
-    sink.put(name + SCALE, 0, raw_bytes(scale))
+    beside.put(name + SCALE, 0, raw_bytes(scale))
     return TensorRecord(
         name=name,
         role="quantized",
         shape=entry.shape,
         source_dtype=entry.dtype,
         source_bytes=entry.bytes,
-        source_sha256=hashes.hexdigest(before),
+        source_sha256=beside.hexdigest(before),
         dtype=FP8,
         bytes=rows * columns,
-        sha256=hashes.hexdigest(after),
+        sha256=beside.hexdigest(after),
         scale=ScaleRecord(
             name=name + SCALE,
             shape=(rows, 1),
