@@ -146,7 +146,9 @@ def acceptance(
     target: LoadedTarget, model: Any, drafters: dict[str, Drafter], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Acceptance per arm and temperature, and the paired difference to the float draft."""
-    prompts = read_prompts(options.run / "prompts", "held_out")[: options.prompts]
+    held_out = read_prompts(options.run / "prompts", "held_out")
+    step = max(1, len(held_out) // options.prompts)  # spread over the categories
+    prompts = held_out[::step][: options.prompts]
     ends = end_ids(target)
     decoders = {name: Decoder(model, drafter, ends) for name, drafter in drafters.items()}
     rows = []
