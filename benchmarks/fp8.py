@@ -35,7 +35,7 @@ import torch
 from dspark.checkpoint.draft import load_draft
 from dspark.checkpoint.published import read_config
 from dspark.checkpoint.target import LoadedTarget, load_target
-from dspark.cli.provenance import commit, machine, versions
+from dspark.cli.origin import machine, marked_commit, versions
 from dspark.cli.stages import end_ids
 from dspark.config.recipe import TargetSection
 from dspark.data.chat import prompt_ids
@@ -69,7 +69,7 @@ def main() -> None:
     found = time_conversion(options.convert) if options.convert else measure(options)
     result = {
         "machine": machine(),
-        "commit": commit(),
+        "commit": marked_commit(),
         "versions": versions(),
         "command": " ".join(["python", *sys.argv]),
         **found,

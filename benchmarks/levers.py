@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark.checkpoint.target import load_target
-from dspark.cli.origin import marked_commit
-from dspark.cli.provenance import machine, versions
+from dspark.cli.origin import machine, marked_commit, versions
 from dspark.cli.stages import STATES
 from dspark.config.load import load_recipe
 from dspark.config.resolve import draft_config

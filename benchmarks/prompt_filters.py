@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from dspark.artifacts import atomic_json
-from dspark.cli.provenance import commit, machine, versions
+from dspark.cli.origin import machine, marked_commit, versions
 from dspark.data.filters.minhash import signatures
 from dspark.data.filters.ngrams import NgramIndex
 from dspark.data.filters.units import word_units
@@ -217,7 +217,7 @@ def main() -> None:
         "note": options.note,
         "load": os.getloadavg(),
         "machine": machine(),
-        "commit": commit(),
+        "commit": marked_commit(),
         "versions": versions(),
         "command": " ".join(["python", *sys.argv]),
     }

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairs import K3, QWEN3, TARGET_LAYERS, export, loud
 from safetensors.torch import load_file
 from torch import Tensor
 from vllm_environment import Verdict, judge, vllm_python
+from vllm_pairs import K3, QWEN3, TARGET_LAYERS, export, loud
 
 from dspark.checkpoint.shards import WEIGHTS
 from dspark.config.architecture import DraftConfig

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairs import QWEN3, TARGET_LAYERS, block_inputs, check_equal, export, loud, our_block
 from safetensors.torch import load_file
 from vllm_environment import Verdict, judge, vllm_python
+from vllm_pairs import QWEN3, TARGET_LAYERS, block_inputs, check_equal, export, loud, our_block
 
 from dspark.model.draft import DSparkDraft
 

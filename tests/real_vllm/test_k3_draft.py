@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pairs import K3, TARGET_LAYERS, block_inputs, check_equal, export, loud, our_block
 from vllm_environment import Verdict, judge, vllm_python
+from vllm_pairs import K3, TARGET_LAYERS, block_inputs, check_equal, export, loud, our_block
 
 from dspark.model.draft import DSparkDraft
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pairs import K3, QWEN3, TARGET_LAYERS, export, loud
 from vllm_environment import judge, vllm_python
+from vllm_pairs import K3, QWEN3, TARGET_LAYERS, export, loud
 
 from dspark.config.architecture import DraftConfig
 from dspark.model.draft import DSparkDraft

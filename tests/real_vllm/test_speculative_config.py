@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from pairs import K3, export, loud
 from vllm_environment import judge, vllm_python
+from vllm_pairs import K3, export, loud
 
 from dspark.model.draft import DSparkDraft
 

@@ -83,10 +83,10 @@ def _stages(
     from dspark.config.load import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
-    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     from dspark.cli.context import RunContext
+    from dspark.cli.origin import command_line
 
-    context = RunContext(loaded, command)
+    context = RunContext(loaded, command_line())
     if plan:
         from dspark.cli.plan import print_plan
 

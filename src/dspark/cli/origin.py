@@ -6,11 +6,17 @@ version, on another machine.
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import platform
 import subprocess
+import sys
 from pathlib import Path
 
+from dspark import __version__
 from dspark.artifacts import Origin
-from dspark.cli.provenance import commit, machine, versions
+
+DECIDING = ("torch", "transformers", "safetensors", "numpy")
 
 
 def origin_of(command: str) -> Origin:
@@ -18,18 +24,53 @@ def origin_of(command: str) -> Origin:
     return Origin(command=command, commit=marked_commit(), versions=versions(), machine=machine())
 
 
+def command_line() -> str:
+    """What the user typed."""
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def versions(packages: tuple[str, ...] = DECIDING) -> dict[str, str]:
+    """Versions of dspark, Python and ``packages``, by default those that decide the figures."""
+    found = {name: importlib.metadata.version(name) for name in packages}
+    return {"dspark": __version__, "python": platform.python_version(), **found}
+
+
+def cpu_name() -> str:
+    """What the processor calls itself."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def machine() -> dict[str, str | int | float]:
+    """Device the figures were measured on."""
+    import torch
+
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else cpu_name()
+    return {"device": name, "cores": os.cpu_count() or 1, "threads": torch.get_num_threads()}
+
+
 def marked_commit(folder: Path = Path(__file__).parent) -> str | None:
     """Short commit of the checkout this runs from, with ``+dirty`` when tracked files differ.
 
     None when it is no checkout, or git is not there to ask.
     """
-    found = commit()
-    if found is None:
-        return None
+    found = _git(folder, "rev-parse", "--short", "HEAD")
     # Files git does not know are left out: notes and data lying around do not change the code.
-    asked = ["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"]
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    if not found or changed is None:
+        return None
+    return f"{found}+dirty" if changed else found
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git answers, None when it cannot."""
+    asked = ["git", "-C", str(folder), *arguments]
     try:
         out = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return f"{found}+dirty" if out.stdout.strip() else found
+    return out.stdout.strip()

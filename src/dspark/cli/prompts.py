@@ -6,10 +6,7 @@ their own: there is no target, only a tokenizer where one is named.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import platform
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +16,6 @@ from pydantic import ValidationError
 from rich.markup import escape
 from rich.table import Table
 
-from dspark import __version__
 from dspark.artifacts import (
     Origin,
     Stopwatch,
@@ -32,8 +28,7 @@ from dspark.artifacts import (
     new_manifest,
 )
 from dspark.cli.console import Screen
-from dspark.cli.origin import marked_commit
-from dspark.cli.provenance import cpu_name
+from dspark.cli.origin import command_line, cpu_name, marked_commit, versions
 from dspark.config.load import load_prompts_recipe
 from dspark.config.prompts import (
     FILL_IN,
@@ -179,13 +174,9 @@ def _finished(folder: Path) -> PromptReport:
 def _origin() -> Origin:
     """As of every stage, but torch, which is not used here, is not loaded to ask its version."""
     return Origin(
-        command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        command=command_line(),
         commit=marked_commit(),
-        versions={
-            "dspark": __version__,
-            "python": platform.python_version(),
-            "numpy": importlib.metadata.version("numpy"),
-        },
+        versions=versions(("numpy",)),
         machine={"device": cpu_name(), "cores": os.cpu_count() or 1},
     )
 

@@ -1,11 +1,7 @@
-"""Who made this draft, from what: the ``dspark_provenance`` block, versions and the machine."""
+"""Who made this draft, from what: the ``dspark_provenance`` block."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,43 +71,3 @@ def trained_conventions(config: DraftConfig) -> dict[str, Any]:
     written = config.to_json()
     names = ("block_size", "mask_token_id", "target_layer_ids", "sample_from_anchor")
     return {name: written[name] for name in names}
-
-
-def versions() -> dict[str, str]:
-    """Versions that decide the figures."""
-    names = ("torch", "transformers", "safetensors", "numpy")
-    found = {name: importlib.metadata.version(name) for name in names}
-    return {"dspark": __version__, "python": platform.python_version(), **found}
-
-
-def cpu_name() -> str:
-    """What the processor calls itself."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def machine() -> dict[str, str | int | float]:
-    """Device the figures were measured on."""
-    import torch
-
-    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else cpu_name()
-    return {"device": name, "cores": os.cpu_count() or 1, "threads": torch.get_num_threads()}
-
-
-def commit() -> str | None:
-    """Short commit of the source checkout this runs from, None when it is not one."""
-    try:
-        out = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return out.stdout.strip() or None
