@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from typer.main import get_command
 
 from dspark.artifacts import atomic_json, begin, finish, new_manifest, parent_of
 from dspark.checkpoint.draft import save_draft
@@ -170,7 +171,7 @@ def test_the_module_runs_as_a_program() -> None:
 
 
 def verbs() -> set[str]:
-    return {str(c.name or getattr(c.callback, "__name__", "")) for c in app.registered_commands}
+    return set(get_command(app).commands)  # type: ignore[attr-defined]
 
 
 def test_every_verb_mentioned_exists_and_every_verb_is_in_the_readme() -> None:
