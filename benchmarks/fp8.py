@@ -36,9 +36,8 @@ from dspark.checkpoint.draft import load_draft
 from dspark.checkpoint.published import read_config
 from dspark.checkpoint.target import LoadedTarget, load_target
 from dspark.cli.origin import machine, marked_commit, versions
-from dspark.cli.stages import end_ids
 from dspark.config.recipe import TargetSection
-from dspark.data.chat import prompt_ids
+from dspark.data.chat import end_ids, prompt_ids
 from dspark.data.shards import read_prompts
 from dspark.decoding.acceptance import bootstrap_interval, difference_interval
 from dspark.decoding.params import SamplingParams

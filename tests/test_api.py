@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from conftest import dspark, environment
 from dspark import Engine, SamplingParams
-from dspark.errors import CheckpointError, DecodingError
+from dspark.errors import CheckpointError, DecodingError, TargetError
 
 TEXT = "tom has 3 and gets 4"
 
@@ -113,6 +114,25 @@ def test_a_draft_without_a_named_target_needs_one(tiny_run: Path, tmp_path: Path
     with pytest.raises(CheckpointError, match="target"):
         Engine(None)
     assert Engine(None, tiny_run / "draft", max_context=256).generate(chat())
+
+
+def test_an_engine_refuses_a_draft_of_other_weights_and_warns_when_the_target_was_named(
+    tiny_run: Path, tiny_target: Path, tmp_path: Path
+) -> None:
+    """Equal sizes run without an error and merely accept less."""
+    shutil.copytree(tiny_run / "draft", tmp_path / "draft")
+    config = tmp_path / "draft" / "config.json"
+    raw = json.loads(config.read_text())
+    raw["dspark_provenance"]["target_weights_hash"] = "0" * 64
+    config.write_text(json.dumps(raw))
+    with pytest.raises(TargetError, match="another weights"):
+        Engine(None, tmp_path / "draft")
+    with pytest.warns(UserWarning, match="another weights"):
+        Engine(tiny_target, tmp_path / "draft", max_context=256)
+    raw["dspark_provenance"]["tokenizer_hash"] = "0" * 64
+    config.write_text(json.dumps(raw))
+    with pytest.raises(TargetError, match="tokenizer"):
+        Engine(tiny_target, tmp_path / "draft", max_context=256)
 
 
 def test_the_command_prints_text_and_acceptance(tiny_run: Path, tiny_target: Path) -> None:

@@ -13,9 +13,10 @@ through the target's own template. Everything below this class works on ids
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dspark.checkpoint.draft import load_draft
 from dspark.checkpoint.pretrained import read_config as read_target_config
@@ -25,7 +26,7 @@ from dspark.checkpoint.source import TargetFiles, fetch, find_target
 from dspark.checkpoint.target import LoadedTarget, load_target
 from dspark.config.engine import EngineOptions
 from dspark.config.recipe import TargetSection
-from dspark.data.chat import end_of_turn_ids, prompt_ids
+from dspark.data.chat import end_ids, prompt_ids
 from dspark.decoding.params import SamplingParams
 from dspark.engine.answer import Delta, RequestOutput
 from dspark.engine.asynchronous import AsyncDriver
@@ -33,6 +34,7 @@ from dspark.engine.core import EngineCore
 from dspark.engine.drafter import Drafter
 from dspark.errors import CheckpointError, DecodingError
 from dspark.model.fp8 import serving_form
+from dspark.pairing import check_pair, target_section
 
 DEFAULT_CONTEXT = 2048
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -46,11 +48,15 @@ class Engine:
             draft whose provenance names its target.
         draft: folder of a draft checkpoint, or None for plain decoding.
         options: memory, batch and verification.
-        dtype, device, max_context: of a target that is loaded here; the context is
-            ``DEFAULT_CONTEXT`` tokens, or the target's own where that is shorter.
+        dtype, max_context: of a target that is loaded here. Left out: as the draft was made with;
+            without a draft float32, and ``DEFAULT_CONTEXT`` tokens or the target's own limit where
+            that is shorter.
+        device: of a target that is loaded here.
 
     Raises:
-        TargetError, CheckpointError: what is loaded is absent, damaged, or does not fit together.
+        TargetError, CheckpointError: what is loaded is absent, damaged, or does not fit together:
+            see :func:`dspark.pairing.check_pair`. A target that is named explicitly may have other
+            weights than the draft was trained for; a ``UserWarning`` says so.
     """
 
     def __init__(
@@ -59,24 +65,21 @@ class Engine:
         draft: str | Path | None = None,
         *,
         options: EngineOptions | None = None,
-        dtype: Any = "float32",
+        dtype: Literal["float32", "bfloat16"] | None = None,
         device: str = "auto",
         max_context: int | None = None,
     ) -> None:
         folder = None if draft is None else Path(draft)
+        named = target is not None
         if not isinstance(target, LoadedTarget):
-            source = _source_of(folder) if target is None else str(target)
-            files = fetch(find_target(source))
-            length = max_context or min(_longest(files), DEFAULT_CONTEXT)
-            section = TargetSection(source=source, dtype=dtype, device=device, max_context=length)
+            files, section = _section(target, folder, dtype, device, max_context)
             target = load_target(section, files)
         self.loaded, self.tokenizer = target, target.tokenizer
         drafter: Drafter | None = None
         layer_ids: tuple[int, ...] = ()
         if folder is not None:
-            config, _ = read_config(folder)
-            _check_fit(folder, config, target)
-            layer_ids = config.target_layer_ids
+            check_pair(folder, target, _warn, named=named)
+            layer_ids = read_config(folder)[0].target_layer_ids
         model = target.build(layer_ids)
         if folder is not None:
             head = model.head_weight()
@@ -91,7 +94,7 @@ class Engine:
         self.core = EngineCore(
             model,
             drafter,
-            frozenset(end_of_turn_ids(self.tokenizer, list(target.end_ids) or None)),
+            end_ids(target),
             decode=self.decode,
             tokenizer=self.tokenizer,
             options=options,
@@ -205,34 +208,33 @@ def _each(
     return params
 
 
-def _source_of(folder: Path | None) -> str:
-    """The target that the draft's provenance names."""
-    provenance = {} if folder is None else read_config(folder)[1]
-    source = provenance.get("target")
-    if not isinstance(source, str):
+def _section(
+    target: str | Path | None, folder: Path | None, dtype: Any, device: str, max_context: int | None
+) -> tuple[TargetFiles, TargetSection]:
+    """What to load: as the draft records it, or the target's own context limit."""
+    if folder is None and target is None:
         raise CheckpointError(
             expected="a target, or a draft whose provenance names one",
-            found="neither" if folder is None else "a draft without it",
-            where=str(folder or "Engine"),
-            fix="Name the target.",
+            found="neither",
+            where="Engine",
+            fix="Name the target: Engine(TARGET).",
         )
-    return source
+    given = {"dtype": dtype, "max_context": max_context}
+    wanted = {name: value for name, value in given.items() if value is not None}
+    if folder is None:
+        files = fetch(find_target(str(target)))
+        wanted.setdefault("max_context", min(_longest(files), DEFAULT_CONTEXT))
+        return files, TargetSection(source=str(target), device=device, **wanted)
+    recorded = target_section(folder, None if target is None else str(target))
+    section = TargetSection.model_validate({**recorded.model_dump(), **wanted, "device": device})
+    return fetch(find_target(section.source, section.revision)), section
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=3)
 
 
 def _longest(files: TargetFiles) -> int:
     """The longest context a target was made for."""
     found = text_sizes(files, read_target_config(files)).get("max_position_embeddings")
     return DEFAULT_CONTEXT if found is None else int(found)
-
-
-def _check_fit(folder: Path, config: Any, target: LoadedTarget) -> None:
-    wanted = (config.target_hidden_size, config.target_num_hidden_layers, config.vocab_size)
-    shape = target.shape
-    found = (shape.hidden_size, shape.num_hidden_layers, shape.vocab_size)
-    if wanted != found:
-        raise CheckpointError(
-            expected=f"a draft for hidden size {found[0]}, {found[1]} layers and {found[2]} tokens",
-            found=f"one for {wanted[0]}, {wanted[1]} and {wanted[2]}",
-            where=str(folder),
-            fix="Use the target this draft was trained for.",
-        )

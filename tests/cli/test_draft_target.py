@@ -18,11 +18,11 @@ from dspark.checkpoint.draft import save_draft
 from dspark.checkpoint.target import load_target
 from dspark.cli.console import Screen
 from dspark.cli.draft_target import load_target_of
-from dspark.cli.provenance import target_identity
 from dspark.config.architecture import K3DraftConfig
 from dspark.config.recipe import TargetSection
 from dspark.errors import CheckpointError, DSparkError, TargetError
 from dspark.model.draft import DSparkDraft
+from dspark.pairing import target_identity
 
 
 def saved_target(path: Path, **fields: Any) -> Path:

@@ -177,8 +177,6 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("qwen2", {"use_sliding_window": True}, "sliding"),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantized"),
-        ("mla", {"first_k_dense_replace": LAYERS - 1}, "mixture-of-experts"),
-        ("mla", {"first_k_dense_replace": None}, "mixture-of-experts"),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "llama3"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.2}}, "attention_factor"),

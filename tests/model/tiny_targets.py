@@ -43,6 +43,13 @@ _MLA: dict[str, Any] = {
     "num_experts_per_tok": 1,
     "rms_norm_eps": 1e-4,
 }
+_MOE: dict[str, Any] = {
+    **_MLA,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 _YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 100.0,
@@ -66,12 +73,18 @@ COVERED: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {**_MLA, "rope_interleave": False, "q_lora_rank": None},
     ),
+    "mla-moe": ("deepseek_v3", _MOE),
+    "mla-moe-groups": (
+        "deepseek_v3",
+        {**_MOE, "n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3,
+         "n_shared_experts": 2, "norm_topk_prob": False, "routed_scaling_factor": 1.7},
+    ),
     "mla-yarn": ("deepseek_v3", {**_MLA, "rope_parameters": _YARN}),
     "mla-yarn-mscale": (
         "deepseek_v3",
         {**_MLA, "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.3}},
     ),
-}
+}  # fmt: skip
 
 
 def transformers_model(kind: str, **fields: Any) -> Any:
@@ -89,6 +102,9 @@ def transformers_model(kind: str, **fields: Any) -> Any:
                 weight.uniform_(0.5, 1.5)
             if "kv_a_proj" in name or "q_a_proj" in name:
                 weight.mul_(0.01)  # small enough for the epsilon of the latent norms to matter
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.3)  # as strong as the scores: it decides who is chosen
     return model.requires_grad_(False)
 
 

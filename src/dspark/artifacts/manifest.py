@@ -71,6 +71,15 @@ class Manifest(Frozen):
     files: dict[str, FileEntry] = Field(default_factory=dict)
 
 
+def made_from(manifest: Manifest, parent: Path) -> bool:
+    """Whether ``manifest`` names the artifact in folder ``parent``, as it is now, as a parent.
+
+    Raises:
+        OSError: no manifest there.
+    """
+    return sha256_file(parent / MANIFEST)[1] in {p.manifest_sha256 for p in manifest.parents}
+
+
 def fingerprint(kind: Kind, config: dict[str, Any], parents: Sequence[Parent] = ()) -> str:
     """sha256 (hex) of everything that decides an artifact's content. Paths do not count."""
     what = {

@@ -89,13 +89,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         StorageError: disk full or not writable.
     """
     path = Path(path)
-    if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
-        raise ForeignArtifactError(
-            expected="a new or empty folder",
-            found="something that is there already",
-            where=str(path),
-            fix="Name another folder, or move this one away.",
-        )
+    require_free(path)
     with storage_guard(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = _partial(path)
@@ -108,6 +102,21 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         sync(path.parent)
+
+
+def require_free(path: Path) -> None:
+    """Refuse a name that is taken; an empty folder is not.
+
+    Raises:
+        ForeignArtifactError: something is there already.
+    """
+    if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
+        raise ForeignArtifactError(
+            expected="a new or empty folder",
+            found="something that is there already",
+            where=str(path),
+            fix="Name another folder, or move this one away.",
+        )
 
 
 def _partial(path: Path) -> Path:

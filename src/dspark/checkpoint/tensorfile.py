@@ -12,7 +12,6 @@ Format: https://github.com/huggingface/safetensors (README, "Format").
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import stat
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from dspark.config.strictjson import strict_json
 from dspark.errors import CheckpointError
 
 HEADER_LIMIT = 16 << 20
@@ -133,26 +133,12 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
     if raw[:1] != b"{":
         _refuse(path, "a header that begins with '{'", repr(raw[:1]))
     try:
-        header = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
-        )
+        header = strict_json(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         _refuse(path, "a header in UTF-8", f"byte 0x{raw[error.start]:02x} at {error.start}")
     except (ValueError, RecursionError) as error:
         _refuse(path, "a header of JSON with each key once", str(error)[:200])
     return dict(header)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {max(names, key=names.count)!r} twice")
-    return result
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name}, which is not JSON")
 
 
 def _metadata(path: Path, found: Any) -> dict[str, str]:

@@ -10,15 +10,16 @@ from rich.text import Text
 
 from dspark.artifacts import atomic_json
 from dspark.cli.console import Screen
-from dspark.cli.draft_target import load_target_of, target_section
+from dspark.cli.draft_target import load_target_of
 from dspark.cli.plan import print_draft_plan
 from dspark.cli.stages import bench_draft, length_text
 from dspark.config.load import apply_override
-from dspark.config.prompts import FileSource, OrderTicketSource
+from dspark.config.prompts import OrderTicketSource
 from dspark.config.recipe import BenchSection
-from dspark.data.jsonl import read_json_lines
-from dspark.data.sources import prompts_of
+from dspark.data.prompt import Prompt
+from dspark.data.sources import file_prompts, prompts_of
 from dspark.errors import ConfigError
+from dspark.pairing import target_section
 
 
 def bench_checkpoint(
@@ -41,28 +42,25 @@ def bench_checkpoint(
         ConfigError: an override of anything but the bench section.
     """
     section = _section(overrides)
-    source = _source(prompts)
+    chosen = _prompts(prompts)
     screen = Screen()
     if plan:
         wanted = target_section(folder, other_target)
-        print_draft_plan(folder, wanted, section, source.held_out, screen)
+        print_draft_plan(folder, wanted, section, len(chosen), screen)
         return
     target = load_target_of(folder, other_target, screen)
-    arms, rows = bench_draft(
-        screen, target, folder, list(prompts_of(source)), section, (source.category,)
-    )
+    arms, rows = bench_draft(screen, target, folder, chosen, section, (chosen[0].category,))
     screen.console.print(_table(folder, rows))
     if out is not None:
         atomic_json(out, {"results": rows, "arms": arms})
         screen.stage("figures", str(out))
 
 
-def _source(prompts: Path | None) -> FileSource | OrderTicketSource:
+def _prompts(file: Path | None) -> list[Prompt]:
     """All prompts of the file; how many are measured, and left out, is the bench section's say."""
-    if prompts is None:
-        return OrderTicketSource(kind="order_tickets", held_out=8, seed=1)
-    count = len(list(read_json_lines(prompts)))
-    return FileSource(kind="file", path=str(prompts), category="file", held_out=count)
+    if file is not None:
+        return file_prompts(file)
+    return list(prompts_of(OrderTicketSource(kind="order_tickets", held_out=8, seed=1)))
 
 
 def _section(overrides: list[str]) -> BenchSection:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -62,6 +62,12 @@ class Screen:
             highlight=False,
             soft_wrap=True,
         )
+
+    @contextmanager
+    def byte_bar(self, title: str, total: int) -> Iterator[Callable[[int], None]]:
+        """A bar over ``total`` bytes, shown in MB; what it yields takes numbers of bytes."""
+        with self.bar(f"{title} (MB)", total // 1_000_000) as bar:
+            yield lambda count: bar.advance(count / 1_000_000)
 
     @contextmanager
     def bar(self, title: str, total: float | None) -> Iterator[Bar]:

@@ -13,20 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dspark.artifacts import MANIFEST, read_manifest, sha256_file
+from dspark.artifacts import made_from, read_manifest
 from dspark.checkpoint.draft import is_slim, load_draft
 from dspark.checkpoint.layout import EMBEDDING
 from dspark.checkpoint.shards import Weights
 from dspark.checkpoint.target import LoadedTarget, load_target
 from dspark.cli.console import Screen
-from dspark.cli.provenance import target_identity
-from dspark.cli.stages import end_ids
-from dspark.config.prompts import FileSource, OrderTicketSource
+from dspark.config.prompts import OrderTicketSource
 from dspark.config.recipe import TargetSection
-from dspark.data.chat import prompt_ids, template_hash, tokenizer_hash, usable_mask_ids
-from dspark.data.jsonl import read_json_lines
+from dspark.data.chat import end_ids, prompt_ids, template_hash, tokenizer_hash, usable_mask_ids
 from dspark.data.shards import read_prompts
-from dspark.data.sources import prompts_of
+from dspark.data.sources import file_prompts, prompts_of
 from dspark.doctor.files import check_recorded, check_target_facts
 from dspark.doctor.findings import Check, failed, skipped
 from dspark.doctor.live import Expected, Patient, examine_live, layers_to_tap
@@ -36,6 +33,7 @@ from dspark.doctor.weights import check_embedding, stored
 from dspark.engine.decode import Decoder
 from dspark.engine.drafter import Drafter
 from dspark.errors import ArtifactError, CheckpointError, DSparkError
+from dspark.pairing import target_identity
 
 PROMPTS = 16
 MASK_TRIALS = 4
@@ -175,11 +173,9 @@ def _run_folder(folder: Path) -> Path | None:
     """The run this draft is part of: its bench names this very draft."""
     bench = folder.resolve().parent / "bench"
     try:
-        parents = read_manifest(bench, "bench").parents
-        own = sha256_file(folder / MANIFEST)[1]
+        return bench.parent if made_from(read_manifest(bench, "bench"), folder) else None
     except (ArtifactError, OSError):
         return None
-    return bench.parent if own in {p.manifest_sha256 for p in parents} else None
 
 
 def _prompts(request: Request, target: LoadedTarget) -> list[list[int]]:
@@ -189,8 +185,7 @@ def _prompts(request: Request, target: LoadedTarget) -> list[list[int]]:
     """
     run = _run_folder(request.folder)
     if request.prompts is not None:
-        count = len(list(read_json_lines(request.prompts)))
-        chosen = _file_prompts(request.prompts, min(count, PROMPTS))
+        chosen = [q.messages for q in file_prompts(request.prompts)][:PROMPTS]
     elif run is not None:
         workload = read_manifest(run / "prompts", "prompts").config["prompts"]["workload"]
         held = read_prompts(run / "prompts", "held_out")
@@ -199,11 +194,6 @@ def _prompts(request: Request, target: LoadedTarget) -> list[list[int]]:
         source = OrderTicketSource(kind="order_tickets", held_out=PROMPTS, seed=1)
         chosen = [q.messages for q in prompts_of(source)]
     return [prompt_ids(target.tokenizer, messages) for messages in chosen]
-
-
-def _file_prompts(path: Path, count: int) -> list[list[dict[str, str]]]:
-    source = FileSource(kind="file", path=str(path), category="file", held_out=count)
-    return [q.messages for q in prompts_of(source)]
 
 
 def _expected(request: Request, raw: dict[str, Any]) -> Expected | None:

@@ -1,157 +1,23 @@
-"""From a draft to the target it was trained for, proved to be the same one.
-
-A draft only makes sense with the target whose states it was trained on. Another one of the same
-sizes runs without an error and merely accepts less, so figures would be wrong in silence. The
-draft's provenance says where the target was and what it was; what is found is compared with it by
-weights, configuration, tokenizer and chat template. Whoever names a target explicitly may measure
-the draft on other weights, and is told so; ids must mean the same tokens all the same.
-"""
+"""Load a draft's target, with a bar and what differs on the screen."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from pydantic import ValidationError
-
-from dspark.checkpoint.published import CONFIG, read_config
 from dspark.checkpoint.target import LoadedTarget, load_target
 from dspark.cli.console import Screen
-from dspark.cli.provenance import target_identity
-from dspark.config.architecture import DraftConfig
-from dspark.config.recipe import TargetSection
-from dspark.errors import CheckpointError, TargetError
-
-COMPARED = {
-    "target_weights_hash": "weights",
-    "target_config_hash": "config",
-    "tokenizer_hash": "tokenizer",
-    "template_hash": "chat template",
-}
-NAME_IT = "Name the target: dspark bench DRAFT --target SOURCE"
+from dspark.pairing import check_pair, target_section
 
 
 def load_target_of(folder: Path, other: str | None, screen: Screen) -> LoadedTarget:
     """The target of the draft in ``folder``, or ``other`` (a path, ``package:NAME`` or hub id).
 
     Raises:
-        CheckpointError: the provenance names no target, or nonsense.
-        TargetError: the target is not where it was, is another one now, or does not fit; says in
-            what it differs.
+        CheckpointError, TargetError: see :func:`dspark.pairing.target_section` and
+            :func:`dspark.pairing.check_pair`.
     """
-    config, provenance = read_config(folder)
     section = target_section(folder, other)
     with screen.bar(f"loading {section.source}", None):
         target = load_target(section)
-    _check_sizes(folder, config, target)
-    _check_identity(folder, provenance, target, other, screen)
+    check_pair(folder, target, lambda text: screen.stage("warning", text), named=other is not None)
     return target
-
-
-def target_section(folder: Path, other: str | None) -> TargetSection:
-    """What to load for the draft in ``folder``: its own target, or ``other``.
-
-    Raises:
-        CheckpointError, TargetError: as :func:`load_target_of`; nothing is loaded here.
-    """
-    config, provenance = read_config(folder)
-    source = other or _source(folder, provenance)
-    # A path has no revision of its own: its content is compared.
-    pinned = other is None and not Path(source).expanduser().exists()
-    try:
-        return TargetSection(
-            source=source,
-            revision=provenance.get("target_revision") if pinned else None,
-            dtype=provenance.get("target_dtype", "float32"),
-            max_context=provenance.get("target_max_context", config.max_position_embeddings),
-        )
-    except ValidationError as error:
-        raise CheckpointError(
-            expected="a provenance that describes a target",
-            found=" ".join(str(error).split())[:200],
-            where=str(folder / CONFIG),
-            fix="Copy the checkpoint again; its config.json was edited.",
-        ) from error
-
-
-def _source(folder: Path, provenance: dict[str, Any]) -> str:
-    """Where the target is now: its old absolute path, then the path as it was typed."""
-    if not isinstance(provenance.get("target"), str):
-        raise CheckpointError(
-            expected="a provenance that names the target",
-            found="none",
-            where=str(folder / CONFIG),
-            fix=NAME_IT,
-        )
-    typed, absolute = provenance["target"], provenance.get("target_path")
-    if absolute is None:
-        return str(typed)
-    for place in (absolute, typed):
-        if Path(place).expanduser().exists():
-            return str(place)
-    raise TargetError(
-        expected="the target this draft was trained for",
-        found=f"nothing at {absolute}, nor at {typed} from the current folder",
-        where=str(folder / CONFIG),
-        fix=NAME_IT,
-    )
-
-
-def _check_sizes(folder: Path, config: DraftConfig, target: LoadedTarget) -> None:
-    shape = target.shape
-    faults = [
-        f"{name} {found} instead of {wanted}"
-        for name, wanted, found in (
-            ("hidden size", config.target_hidden_size, shape.hidden_size),
-            ("vocabulary", config.vocab_size, shape.vocab_size),
-            ("layers", config.target_num_hidden_layers, shape.num_hidden_layers),
-        )
-        if wanted != found
-    ]
-    if faults:
-        raise TargetError(
-            expected=f"a target of the sizes the draft in {folder} was made for",
-            found=", ".join(faults),
-            where=f"target {target.files.source}",
-            fix=NAME_IT,
-        )
-
-
-def _check_identity(
-    folder: Path,
-    provenance: dict[str, Any],
-    target: LoadedTarget,
-    other: str | None,
-    screen: Screen,
-) -> None:
-    found = target_identity(target)
-    unknown = [name for key, name in COMPARED.items() if key not in provenance]
-    differing = [
-        name
-        for key, name in COMPARED.items()
-        if key in provenance and provenance[key] != found[key]
-    ]
-    if "tokenizer" in differing or (differing and other is None):
-        raise TargetError(
-            expected=f"the target that the draft in {folder} was trained for",
-            found=f"another {', '.join(differing)}",
-            where=f"target {target.files.source}",
-            fix="A draft needs a target with its own tokenizer: its ids mean other tokens here."
-            if "tokenizer" in differing
-            else "Restore that target, or measure on this one knowingly: --target "
-            + target.files.source,
-        )
-    if unknown and other is None:
-        raise CheckpointError(
-            expected="a provenance with the hashes of the target",
-            found=f"none of its {', '.join(unknown)}",
-            where=str(folder / CONFIG),
-            fix=f"Nothing proves that the target is the same one. If it is: --target "
-            f"{target.files.source}",
-        )
-    for names, text in (
-        (differing, "not the target the draft was trained for, another"),
-        (unknown, "the draft does not say for which target it was trained, unknown"),
-    ):
-        if names:
-            screen.stage("warning", f"{text} {', '.join(names)}")

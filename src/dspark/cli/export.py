@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from dspark import __version__
-from dspark.artifacts import MANIFEST, read_manifest, sha256_file
+from dspark.artifacts import MANIFEST, made_from, read_manifest
 from dspark.bench.results import Summary
 from dspark.cli.console import Screen
 from dspark.config.architecture import Flavour
@@ -17,6 +17,7 @@ from dspark.errors import ArtifactError, CheckpointError
 
 if TYPE_CHECKING:
     from dspark.checkpoint.card import Figures
+    from dspark.checkpoint.export import Exportable
 
 
 def export_draft(
@@ -39,7 +40,6 @@ def export_draft(
     import torch
 
     from dspark.checkpoint.card import model_card
-    from dspark.checkpoint.draft import content_hash
     from dspark.checkpoint.export import open_export, write_export
     from dspark.checkpoint.layout import EMBEDDING
     from dspark.checkpoint.tensorfile import ITEM_BYTES
@@ -49,10 +49,9 @@ def export_draft(
     found = open_export(folder, to)
     kind = None if dtype is None else getattr(torch, dtype)
     figures = figures_of(folder, screen)
-    entries = {n: e for n, e in found.weights.entries.items() if not (slim and n == EMBEDDING)}
-    numbers = {n: e.bytes // ITEM_BYTES[e.dtype] for n, e in entries.items()}
+    entries = [e for n, e in found.weights.entries.items() if not (slim and n == EMBEDDING)]
     total = sum(
-        count * kind.itemsize if kind else entries[name].bytes for name, count in numbers.items()
+        e.bytes // ITEM_BYTES[e.dtype] * kind.itemsize if kind else e.bytes for e in entries
     )
     name = str(kind or found.stored).removeprefix("torch.")
     screen.stage("draft", f"{folder}: {len(entries)} tensors, {total / 1e9:.2f} GB in {name}")
@@ -60,14 +59,8 @@ def export_draft(
     if plan:
         screen.console.print(Text(f"would write {out}; nothing was written"))
         return
-    told: dict[str, Any] = {
-        "exported_by": f"dspark {__version__}",
-        "exported_from_sha256": content_hash(folder),
-    }
-    if figures is not None:
-        expected = {**found.provenance.get("expected_acceptance", {}), "measured": figures.rows}
-        told["expected_acceptance"] = expected
-    with screen.bar("writing (MB)", total // 1_000_000) as bar:
+    told = _told(found, figures)
+    with screen.byte_bar("writing", total) as on_bytes:
         write_export(
             found,
             out,
@@ -85,9 +78,23 @@ def export_draft(
                 slim=slim,
             ),
             max_shard_bytes=None if max_shard_gb is None else int(max_shard_gb * 1e9),
-            on_bytes=lambda count: bar.advance(count / 1_000_000),
+            on_bytes=on_bytes,
         )
     screen.stage("written", str(out))
+
+
+def _told(found: Exportable, figures: Figures | None) -> dict[str, Any]:
+    """What the export adds to the provenance."""
+    from dspark.checkpoint.draft import content_hash
+
+    told: dict[str, Any] = {
+        "exported_by": f"dspark {__version__}",
+        "exported_from_sha256": content_hash(found.folder),
+    }
+    if figures is not None:
+        expected = found.provenance.get("expected_acceptance", {})
+        told["expected_acceptance"] = {**expected, "measured": figures.rows}
+    return told
 
 
 def draft_folder(source: Path) -> Path:
@@ -120,12 +127,11 @@ def figures_of(folder: Path, screen: Screen) -> Figures | None:
         return None
     try:
         manifest = read_manifest(bench, "bench")
-        measured = {parent.kind: parent.manifest_sha256 for parent in manifest.parents}
         rows = json.loads((bench / "results.json").read_text(encoding="utf-8"))
     except (ArtifactError, OSError, ValueError) as error:
         screen.stage("figures", f"left out: {str(error).splitlines()[0]}")
         return None
-    if measured.get("draft") != sha256_file(folder / MANIFEST)[1]:
+    if not made_from(manifest, folder):
         screen.stage("figures", "left out: the bench measured another draft")
         return None
     return Figures(rows, _conditions(folder.parent / "summary.json", rows))

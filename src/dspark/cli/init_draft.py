@@ -64,7 +64,7 @@ def init_draft(
         "target_max_context": run.recipe.target.max_context,
     }
     source = _embedding(run, embedding, provenance)
-    with screen.bar("writing (MB)", total // 1_000_000) as bar:
+    with screen.byte_bar("writing", total) as on_bytes:
         write_start(
             out,
             config,
@@ -72,7 +72,7 @@ def init_draft(
             dtype=kind,
             seed=seed,
             embedding=source,
-            on_bytes=lambda count: bar.advance(count / 1_000_000),
+            on_bytes=on_bytes,
         )
     screen.stage("written", str(out))
 

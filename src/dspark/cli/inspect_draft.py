@@ -114,8 +114,8 @@ def _read_all(weights: Weights, provenance: dict[str, Any], screen: Screen | Non
         verify_weights(weights, provenance)
         return
     total = sum(entry.bytes for entry in weights.entries.values())
-    with screen.bar("reading weights (MB)", total // 1_000_000) as bar:
-        verify_weights(weights, provenance, lambda count: bar.advance(count / 1_000_000))
+    with screen.byte_bar("reading weights", total) as on_bytes:
+        verify_weights(weights, provenance, on_bytes)
 
 
 def _sizes(shapes: dict[str, Shape], dtypes: dict[str, str]) -> dict[str, Any]:

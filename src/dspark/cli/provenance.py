@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dspark import __version__
 from dspark.artifacts import MANIFEST, sha256_file
-from dspark.checkpoint.identity import file_hashes
-from dspark.data.chat import template_hash, tokenizer_hash
+from dspark.pairing import target_identity
 
 if TYPE_CHECKING:
     from dspark.checkpoint.source import TargetFiles
@@ -39,21 +38,6 @@ def draft_provenance(
         "draft_vocabulary_size": trained.support_size,
         "self_test": {"states": trained.agreement.states, "order": trained.agreement.order},
         "expected_acceptance": {"teacher_forced_tau": last["tau_all"]},
-    }
-
-
-def target_identity(target: LoadedTarget) -> dict[str, str | None]:
-    """What a later command compares: the version and the content of the target that was loaded.
-
-    ``target_config_hash`` is null for a GGUF, whose weights' hash covers its configuration.
-    """
-    hashes = file_hashes(target.files)
-    return {
-        "target_revision": target.files.revision,
-        "target_weights_hash": hashes.weights,
-        "target_config_hash": hashes.config,
-        "tokenizer_hash": tokenizer_hash(target.tokenizer),
-        "template_hash": template_hash(target.tokenizer),
     }
 
 

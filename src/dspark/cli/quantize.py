@@ -47,7 +47,7 @@ def quantize_checkpoint(
     if plan:
         _tell(screen, planned, "plan", f"would write {out}; nothing was written")
         return
-    with _bar(screen, "quantizing (MB)", made.source_bytes) as on_bytes:
+    with _bar(screen, "quantizing", made.source_bytes) as on_bytes:
         manifest = quantize(made, out, on_bytes)
     _tell(screen, _result(manifest, out), "written", f"{out}: {_quality(manifest)}")
 
@@ -63,7 +63,7 @@ def check_checkpoint(out: Path, source: Path, *, as_json: bool) -> None:
 
     screen = None if as_json else Screen()
     total = plan_of(out, source).source_bytes
-    with _bar(screen, "checking (MB)", total) as on_bytes:
+    with _bar(screen, "checking", total) as on_bytes:
         manifest = check(out, source, on_bytes)
     _tell(screen, _result(manifest, out), "proved", f"{out}: {_quality(manifest)}")
 
@@ -139,5 +139,5 @@ def _bar(screen: Screen | None, title: str, total: int) -> Iterator[Callable[[in
     if screen is None:
         yield lambda _: None
         return
-    with screen.bar(title, total // 1_000_000) as bar:
-        yield lambda count: bar.advance(count / 1_000_000)
+    with screen.byte_bar(title, total) as on_bytes:
+        yield on_bytes

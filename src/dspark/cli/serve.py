@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from dspark.checkpoint.published import read_raw
 from dspark.cli.launch import Engine, Launch, Served, launch
-from dspark.doctor.files import read_raw
 from dspark.doctor.predicates import provenance_of
-from dspark.errors import CheckpointError, ConfigError
+from dspark.errors import ConfigError
 
 
 def plan_serving(
@@ -26,14 +26,7 @@ def plan_serving(
         CheckpointError: no config.json.
     """
     _require_plan(engine, plan)
-    raw, check = read_raw(checkpoint)
-    if check.status == "fail":
-        raise CheckpointError(
-            expected="the config.json of a DSpark draft",
-            found=check.found,
-            where=str(checkpoint),
-            fix=check.mend,
-        )
+    raw = read_raw(checkpoint)
     provenance = provenance_of(raw)
     name = target or provenance.get("target_path") or provenance.get("target")
     if not isinstance(name, str) or name.startswith("package:"):

@@ -28,7 +28,7 @@ from dspark.cli.provenance import draft_provenance
 from dspark.config.architecture import DraftConfig
 from dspark.config.recipe import BenchSection
 from dspark.config.resolve import differences, draft_config, layer_ids
-from dspark.data.chat import check_mask_token, end_of_turn_ids, prompt_ids
+from dspark.data.chat import check_mask_token, end_ids, prompt_ids
 from dspark.data.prompt import Prompt
 from dspark.data.prompts import build_prompts
 from dspark.data.regenerate import ANSWERS, UNFINISHED, regenerate
@@ -45,11 +45,6 @@ from dspark.training.checkpoint import FILE as RESUME_FILE
 from dspark.training.stage import TargetParts, train_draft
 
 STATES = "records"
-
-
-def end_ids(target: LoadedTarget) -> frozenset[int]:
-    """Token ids that end an answer."""
-    return frozenset(end_of_turn_ids(target.tokenizer, list(target.end_ids) or None))
 
 
 def checked_draft_config(run: RunContext) -> DraftConfig:

@@ -28,10 +28,8 @@ from dspark.api import Engine
 from dspark.cli.console import Screen
 from dspark.cli.draft_target import load_target_of
 from dspark.config.engine import EngineOptions
-from dspark.config.prompts import FileSource
 from dspark.data.chat import prompt_ids
-from dspark.data.jsonl import read_json_lines
-from dspark.data.sources import prompts_of
+from dspark.data.sources import file_prompts
 from dspark.decoding.enumeration import BLOCK, MODES, Width, honest, joint_error, width_by_prefix
 from dspark.engine import selftest
 from dspark.engine.core import EngineCore
@@ -186,9 +184,7 @@ def _engines(
     if prompts is None:
         texts: list[Any] = [[{"role": "user", "content": text}] for text in PROMPTS]
     else:
-        count = len(list(read_json_lines(prompts)))
-        source = FileSource(kind="file", path=str(prompts), category="file", held_out=count)
-        texts = [prompt.messages for prompt in prompts_of(source)]
+        texts = [prompt.messages for prompt in file_prompts(prompts)]
     return plain.core, drafting.core, [prompt_ids(loaded.tokenizer, text) for text in texts]
 
 

@@ -13,7 +13,6 @@ Overrides go through the same reader, are applied before validation and must nam
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from pydantic import ValidationError
 from dspark.config.architecture import DraftConfig, Frozen, draft_class
 from dspark.config.faults import item_type, known_keys, nearest, refuse, show
 from dspark.config.recipe import DataRecipe, Recipe
+from dspark.config.strictjson import strict_json
 from dspark.errors import ConfigError
 
 Loaded = TypeVar("Loaded", Recipe, DataRecipe)
@@ -144,9 +144,7 @@ def read_json_object(path: Path, what: str) -> dict[str, Any]:
         ConfigError: unreadable, not UTF-8, not JSON, or no object; ``what`` says what it should be.
     """
     try:
-        raw = json.loads(
-            _read_text(path, what), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant
-        )
+        raw = strict_json(_read_text(path, what))
         if not isinstance(raw, dict):
             raise ValueError(f"a {type(raw).__name__} instead of an object")
     except (ValueError, RecursionError) as error:
@@ -255,15 +253,3 @@ def _read_text(path: Path, what: str) -> str:
     except OSError as error:
         found, fix = error.strerror or str(error), "Check the path and its permissions."
     raise ConfigError(expected=what, found=found, where=str(path), fix=fix)
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [key for key, _ in pairs]
-        raise ValueError(f"the key {max(names, key=names.count)!r} twice in one object")
-    return result
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name}, which is not JSON")

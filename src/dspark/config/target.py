@@ -4,16 +4,17 @@
 (``target.sizes``), which lets plan, init and inspect work where the target's files are not; the
 real target is checked against it when it is loaded (:func:`check_shape`).
 
-``TargetConfig.from_hf`` covers the Llama / Qwen2 / Qwen3 / SmolLM family (GQA) and the dense
-DeepSeek-V3 kind (MLA). Anything else is a ``ValueError`` naming the reason; such targets run
-through the transformers adapter instead (``dspark.model.hf_target``).
+``TargetConfig.from_hf`` covers the Llama / Qwen2 / Qwen3 / SmolLM family (GQA) and the kind of
+DeepSeek-V3 and Kimi-K2 (MLA; dense and mixture-of-experts layers). Anything else is a ``ValueError``
+naming the reason; such targets run through the transformers adapter instead
+(``dspark.model.hf_target``).
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from dspark.config.architecture import Frozen, RopeParameters
 from dspark.errors import ConfigError
@@ -96,8 +97,38 @@ def check_shape(written: TargetShape | None, real: TargetShape) -> None:
             )
 
 
+class ExpertConfig(Frozen):
+    """A mixture of experts, named as in DeepSeek-V3's config.json."""
+
+    first_k_dense_replace: NonNegativeInt
+    n_routed_experts: PositiveInt
+    n_shared_experts: PositiveInt
+    num_experts_per_tok: PositiveInt
+    moe_intermediate_size: PositiveInt
+    n_group: PositiveInt
+    topk_group: PositiveInt
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+
+    @model_validator(mode="after")
+    def _reachable(self) -> ExpertConfig:
+        size, rest = divmod(self.n_routed_experts, self.n_group)
+        if rest or size < 2 or self.topk_group > self.n_group:
+            raise ValueError(
+                f"{self.n_routed_experts} experts in {self.n_group} groups, {self.topk_group} of "
+                "them open: groups must be equal and hold two experts at least"
+            )
+        if self.num_experts_per_tok > size * self.topk_group:
+            raise ValueError(
+                f"{self.num_experts_per_tok} experts a token of {size * self.topk_group} that are "
+                "open to it"
+            )
+        return self
+
+
 class TargetConfig(Frozen):
-    """Sizes of a dense decoder-only target. MLA fields are ``None`` for GQA targets."""
+    """Sizes of a decoder-only target. MLA fields are ``None`` for GQA targets, ``experts`` for
+    dense ones."""
 
     attention: Literal["gqa", "mla"]
     hidden_size: PositiveInt
@@ -119,6 +150,13 @@ class TargetConfig(Frozen):
     qk_nope_head_dim: PositiveInt | None = None
     qk_rope_head_dim: PositiveInt | None = None
     v_head_dim: PositiveInt | None = None
+    experts: ExpertConfig | None = None
+
+    def experts_of(self, layer: int) -> ExpertConfig | None:
+        """The mixture of experts of ``layer``; None where it is dense."""
+        if self.experts is None or layer < self.experts.first_k_dense_replace:
+            return None
+        return self.experts
 
     @classmethod
     def from_hf(cls, raw: dict[str, Any]) -> TargetConfig:
@@ -153,6 +191,7 @@ class TargetConfig(Frozen):
                 num_key_value_heads=heads,
                 head_dim=mla["qk_nope_head_dim"] + mla["qk_rope_head_dim"],
                 rope_interleave=bool(raw.get("rope_interleave", True)),
+                experts=_experts(raw),
                 **mla,
                 **common,
             )
@@ -163,6 +202,20 @@ class TargetConfig(Frozen):
             qk_norm=family == "qwen3",
             **common,
         )
+
+
+def _experts(raw: dict[str, Any]) -> ExpertConfig | None:
+    dense = int(raw.get("first_k_dense_replace") or 0)
+    if dense >= raw["num_hidden_layers"]:
+        return None
+    if raw.get("moe_layer_freq", 1) != 1:
+        raise ValueError("moe_layer_freq other than 1 is not covered")
+    for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if raw.get(key, only) != only:
+            raise ValueError(f"{key} {raw[key]!r} is not covered")
+    names = set(ExpertConfig.model_fields) - {"first_k_dense_replace"}
+    found = {name: raw[name] for name in names}
+    return ExpertConfig(first_k_dense_replace=dense, **found)
 
 
 def _refuse_uncovered(raw: dict[str, Any]) -> None:
@@ -178,7 +231,3 @@ def _refuse_uncovered(raw: dict[str, Any]) -> None:
         raise ValueError(f"sliding windows or other layer types are not covered {sorted(others)}")
     if raw.get("quantization_config"):
         raise ValueError("quantized weights are not covered")
-    if raw["model_type"] == "deepseek_v3":
-        dense = raw.get("first_k_dense_replace") or 0
-        if dense < raw["num_hidden_layers"]:
-            raise ValueError(f"mixture-of-experts layers from {dense} on are not covered")

@@ -124,6 +124,18 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(json.dumps(what, separators=(",", ":")).encode()).hexdigest()
 
 
+class Answering(Protocol):
+    """A loaded target, as far as the end of its answers goes."""
+
+    tokenizer: Any
+    end_ids: tuple[int, ...]
+
+
+def end_ids(target: Answering) -> frozenset[int]:
+    """Token ids that end an answer of ``target``: see :func:`end_of_turn_ids`."""
+    return end_of_turn_ids(target.tokenizer, target.end_ids or None)
+
+
 def end_of_turn_ids(
     tokenizer: Tokenizer, generation_eos: Sequence[int] | None = None
 ) -> frozenset[int]:

@@ -88,6 +88,24 @@ def prompts_of(source: PromptSource) -> Iterator[Prompt]:
             raise unusable(error, candidate.where) from error
 
 
+def file_prompts(path: Path) -> list[Prompt]:
+    """All prompts of a file to measure on, as held-out ones, in its order; at least one.
+
+    Raises:
+        DataError: unreadable, empty, or a row that is no prompt.
+    """
+    count = _count(path)
+    if not count:
+        raise DataError(
+            expected="at least one prompt",
+            found="an empty file",
+            where=str(path),
+            fix='Write one JSON object a line: {"prompt": "..."} or {"messages": [...]}.',
+        )
+    source = FileSource(kind="file", path=str(path), category="file", held_out=count)
+    return list(prompts_of(source))
+
+
 def usable_prompts(source: PromptSource) -> Iterator[Prompt]:
     """The prompts of one source without the rows that ask nothing; raises as
     :func:`candidates_of`.

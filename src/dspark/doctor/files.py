@@ -6,17 +6,16 @@ faults gets three names; only then is it parsed as a draft.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dspark.artifacts import MANIFEST, verify
-from dspark.checkpoint.published import CONFIG
+from dspark.checkpoint.published import read_raw as read_raw_config
 from dspark.config.layers import check_layer_ids
 from dspark.doctor.findings import Check, failed, passed, skipped, warned
 from dspark.doctor.predicates import provenance_of
-from dspark.errors import ArtifactError
+from dspark.errors import ArtifactError, CheckpointError
 
 LAYERS = "tapped layers are distinct, ascending and inside [0, depth - 2]"
 MASK = "mask_token_id is written and inside the vocabulary"
@@ -27,16 +26,12 @@ SEALED = "files are as the run that made them left them"
 
 def read_raw(folder: Path) -> tuple[dict[str, Any], Check]:
     """The JSON object of config.json (empty when unreadable) and the check about it."""
-    path = folder / CONFIG
     asked = "config.json is a JSON object"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(raw, dict):
-            raise ValueError(f"a JSON {type(raw).__name__}")
-    except (OSError, ValueError) as error:
+        raw = read_raw_config(folder)
+    except CheckpointError as error:
         return {}, failed(
-            "files.config", asked, f"{type(error).__name__}: {error}",
-            f"{path} is absent or damaged",
+            "files.config", asked, error.found, f"{error.where} is absent or damaged",
             "Point at the folder that holds the draft's config.json.",
         )  # fmt: skip
     return raw, passed("files.config", asked, f"{len(raw)} keys")

@@ -106,6 +106,20 @@ def rotate_halves(x: Tensor, rotation: Tensor) -> Tensor:
     return torch.cat([turned.real, turned.imag], -1).to(x.dtype)
 
 
+class FusedMLP(nn.Module):
+    """SwiGLU with gate and up joined in one product."""
+
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(hidden, 2 * intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        out: Tensor = self.down_proj(F.silu(gate) * up)
+        return out
+
+
 class SwiGLU(nn.Module):
     """``down(silu(gate(x)) * up(x))``, no biases."""
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark.config.layers import check_layer_ids
@@ -20,8 +19,9 @@ from dspark.config.target import TargetConfig
 from dspark.errors import TargetError
 from dspark.model.cache import RowCache, Rows, Span
 from dspark.model.gqa import SHORT, GroupedAttention
-from dspark.model.layers import RMSNorm, Rope, pack_linears, packed_or_plain
+from dspark.model.layers import FusedMLP, RMSNorm, Rope, pack_linears, packed_or_plain
 from dspark.model.mla import LatentAttention, LatentDims
+from dspark.model.moe import ExpertsMLP
 
 # DeepSeek-V3 builds its two latent norms without passing rms_norm_eps: they keep their default.
 LATENT_EPS = 1e-6
@@ -92,20 +92,6 @@ class Target(Protocol):
         ...
 
 
-class FusedMLP(nn.Module):
-    """SwiGLU with gate and up joined in one product."""
-
-    def __init__(self, hidden: int, intermediate: int) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Linear(hidden, 2 * intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, -1)
-        out: Tensor = self.down_proj(F.silu(gate) * up)
-        return out
-
-
 class LatentTargetAttention(nn.Module):
     """Causal MLA of a target layer: its cache part is the latent row itself."""
 
@@ -144,7 +130,12 @@ class TargetLayer(nn.Module):
         kind = GroupedAttention if config.attention == "gqa" else LatentTargetAttention
         self.self_attn: nn.Module = kind(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = FusedMLP(config.hidden_size, config.intermediate_size)
+        experts = config.experts_of(layer)
+        self.mlp: nn.Module = (
+            FusedMLP(config.hidden_size, config.intermediate_size)
+            if experts is None
+            else ExpertsMLP(config.hidden_size, experts)
+        )
 
     def forward(self, x: Tensor, rotation: Tensor, span: Span, cache: Rows | None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rotation, span, cache)

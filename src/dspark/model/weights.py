@@ -73,9 +73,10 @@ def target_state(config: TargetConfig, source: Mapping[str, Tensor]) -> dict[str
         hf, ours = f"model.layers.{i}.", f"layers.{i}."
         for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
             out[ours + norm] = take(hf + norm)
-        gate, up = take(hf + "mlp.gate_proj.weight"), take(hf + "mlp.up_proj.weight")
-        out[ours + "mlp.gate_up_proj.weight"] = torch.cat([gate, up])
-        out[ours + "mlp.down_proj.weight"] = take(hf + "mlp.down_proj.weight")
+        if config.experts_of(i) is None:
+            out.update(_mlp(take, hf + "mlp.", ours + "mlp."))
+        else:
+            out.update(_experts(config, take, hf + "mlp.", ours + "mlp."))
         attention = _gqa if config.attention == "gqa" else _mla
         for name, tensor in attention(config, take, hf + "self_attn.").items():
             out[ours + "self_attn." + name] = tensor
@@ -88,6 +89,35 @@ def target_state(config: TargetConfig, source: Mapping[str, Tensor]) -> dict[str
             where="target checkpoint",
             fix="The transformers adapter can run this target.",
         )
+    return out
+
+
+def _mlp(take: _Taken, at: str, ours: str) -> dict[str, Tensor]:
+    gate, up = take(at + "gate_proj.weight"), take(at + "up_proj.weight")
+    return {
+        ours + "gate_up_proj.weight": torch.cat([gate, up]),
+        ours + "down_proj.weight": take(at + "down_proj.weight"),
+    }
+
+
+def _experts(config: TargetConfig, take: _Taken, at: str, ours: str) -> dict[str, Tensor]:
+    """transformers stacks the experts' weights; checkpoints have them one by one."""
+    assert config.experts is not None
+    out = {
+        ours + "gate.weight": take(at + "gate.weight"),
+        ours + "gate.correction": take(at + "gate.e_score_correction_bias"),
+        **_mlp(take, at + "shared_experts.", ours + "shared_experts."),
+    }
+    stacked = at + "experts.gate_up_proj" in take.source
+    gate_up = take(at + "experts.gate_up_proj") if stacked else None
+    down = take(at + "experts.down_proj") if stacked else None
+    for n in range(config.experts.n_routed_experts):
+        own = f"{ours}experts.{n}."
+        if gate_up is not None and down is not None:
+            out[own + "gate_up_proj.weight"] = gate_up[n]
+            out[own + "down_proj.weight"] = down[n]
+        else:
+            out.update(_mlp(take, f"{at}experts.{n}.", own))
     return out
 
 

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from dspark import __version__
 from dspark.artifacts import atomic_write, storage_guard
-from dspark.artifacts.storage import sync
+from dspark.artifacts.storage import require_free, sync
 from dspark.checkpoint.quantization import GROUP, SCALE
 from dspark.checkpoint.writer import require_room
-from dspark.errors import CheckpointError, ForeignArtifactError, StorageError
+from dspark.errors import CheckpointError, StorageError
 from dspark.quantize.manifest import (
     MANIFEST,
     SCHEMA,
@@ -70,13 +70,7 @@ def quantize(
         StorageError: no room, or not writable; what was complete is kept for the next run.
         ForeignArtifactError: ``out`` holds something.
     """
-    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        raise ForeignArtifactError(
-            expected="a new or empty folder",
-            found="something that is there already",
-            where=str(out),
-            fix="Name another folder, or move this one away.",
-        )
+    require_free(out)
     work = work_folder(out.absolute())
     done_bytes = sum(path.stat().st_blocks * 512 for path in work.glob("*.safetensors"))
     require_room(out, plan.out_bytes - done_bytes)
