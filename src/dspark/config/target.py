@@ -5,8 +5,8 @@
 real target is checked against it when it is loaded (:func:`check_shape`).
 
 ``TargetConfig.from_hf`` covers the Llama / Qwen2 / Qwen3 / SmolLM family (GQA) and the kind of
-DeepSeek-V3 and Kimi-K2 (MLA; dense and mixture-of-experts layers). Anything else is a ``ValueError``
-naming the reason; such targets run through the transformers adapter instead
+DeepSeek-V3 and Kimi-K2 (MLA; dense and mixture-of-experts layers). Anything else is a
+``ValueError`` naming the reason; such targets run through the transformers adapter instead
 (``dspark.model.hf_target``).
 """
 
