@@ -220,6 +220,7 @@ def against_transformers(
     """Batch 1, temperature 0: our plain and drafting engine and three ways of transformers."""
     model = read_model(target.files, read_config(target.files), target.dtype).eval()
     layers = model.config.num_hidden_layers
+    model.generation_config.num_assistant_tokens = 7  # as many as the draft has slots
     plain, draft = Arm(target, None, 1), Arm(target, options.run / "draft", 1)
     params = SamplingParams(temperature=0, max_new_tokens=options.max_new_tokens)
 
@@ -239,7 +240,7 @@ def against_transformers(
     rows = []
     for name, prompts in sets.items():
         rates: dict[str, list[float]] = defaultdict(list)
-        for ids in prompts[:6]:
+        for ids in prompts[: options.rounds]:
             for arm, decode in arms.items():
                 started = time.perf_counter()
                 tokens = decode(ids)
