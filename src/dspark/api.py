@@ -18,7 +18,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from dspark.checkpoint.calibration import read_calibration
 from dspark.checkpoint.draft import load_draft
+from dspark.checkpoint.identity import draft_hash, file_hashes
 from dspark.checkpoint.pretrained import read_config as read_target_config
 from dspark.checkpoint.pretrained import text_sizes
 from dspark.checkpoint.published import read_config
@@ -30,8 +32,11 @@ from dspark.data.chat import end_ids, prompt_ids
 from dspark.decoding.params import SamplingParams
 from dspark.engine.answer import Delta, RequestOutput
 from dspark.engine.asynchronous import AsyncDriver
+from dspark.engine.confidence import Mode
 from dspark.engine.core import EngineCore
+from dspark.engine.cost_file import fingerprint, read_costs, write_costs
 from dspark.engine.drafter import Drafter
+from dspark.engine.measure import measure_costs
 from dspark.errors import CheckpointError, DecodingError
 from dspark.model.fp8 import serving_form
 from dspark.pairing import check_pair, target_section
@@ -47,7 +52,7 @@ class Engine:
         target: a path, ``package:NAME`` or hub id; or a target that is already loaded; None with a
             draft whose provenance names its target.
         draft: folder of a draft checkpoint, or None for plain decoding.
-        options: memory, batch and verification.
+        options: memory, batch, verification and scheduling.
         dtype, max_context: of a target that is loaded here. Left out: as the draft was made with;
             without a draft float32, and ``DEFAULT_CONTEXT`` tokens or the target's own limit where
             that is shorter.
@@ -91,6 +96,7 @@ class Engine:
                 fp8=serving_form(target.device),
             )
             drafter = Drafter(loaded, head)
+        self._folder = folder
         self.core = EngineCore(
             model,
             drafter,
@@ -101,6 +107,40 @@ class Engine:
             identity=f"{target.files.source} {target.files.revision} {folder}",
         )
         self._driver = AsyncDriver(self.core)
+        if drafter is not None and self.core.options.scheduler != "fixed":
+            self.enable_scheduling()
+
+    @property
+    def banner(self) -> str:
+        """How drafted tokens are admitted to verification here, in a line."""
+        return self.core.admission.banner
+
+    def enable_scheduling(self) -> None:
+        """Give schedulers what they weigh: costs (measured now, or here before), calibration.
+
+        Done at the start of an engine whose ``scheduler`` is not ``fixed``; needed once where only
+        requests name a scheduler. Without a draft nothing happens.
+
+        Raises:
+            CheckpointError: a calibration of another draft or target.
+            DecodingError: a damaged cost file, or requests in work.
+            StorageError: the cache folder cannot be written.
+        """
+        if self._folder is None:
+            return
+        draft, target = draft_hash(self._folder), file_hashes(self.loaded.files).weights
+        admission = self.core.admission
+        block = admission.slots
+        found = read_calibration(self._folder, draft=draft, target=target, block_size=block)
+        if found is not None:
+            modes = {Mode(m.rule, m.one_hot, m.temperature): m.temperatures for m in found.modes}
+            admission.confidence.calibrations.update(modes)
+        wanted = fingerprint(self.core, target, draft)
+        costs = read_costs(wanted)
+        if costs is None:
+            costs = measure_costs(self.core)
+            write_costs(costs, wanted)
+        admission.costs = costs
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids, special tokens left out."""

@@ -67,6 +67,20 @@ def file_hashes(files: TargetFiles) -> FileHashes:
     return FileHashes(weights.hexdigest(), _config_hash(folder), _tokenizer_hash(folder))
 
 
+def draft_hash(folder: Path) -> str:
+    """Identity of a draft checkpoint: its weights, sampled as above, and its ``config.json``.
+
+    What stands beside them (provenance's own file list, calibration, model card) does not count.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name};".encode())
+        for piece in _pieces(path):
+            digest.update(piece)
+    digest.update((folder / "config.json").read_bytes())
+    return digest.hexdigest()
+
+
 def _pieces(path: Path) -> Iterator[bytes]:
     """Size, then the content or the samples of one file."""
     size = path.stat().st_size

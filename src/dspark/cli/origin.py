@@ -15,6 +15,7 @@ from pathlib import Path
 
 from dspark import __version__
 from dspark.artifacts import Origin
+from dspark.artifacts.machine import cpu_name
 
 DECIDING = ("torch", "transformers", "safetensors", "numpy")
 
@@ -33,16 +34,6 @@ def versions(packages: tuple[str, ...] = DECIDING) -> dict[str, str]:
     """Versions of dspark, Python and ``packages``, by default those that decide the figures."""
     found = {name: importlib.metadata.version(name) for name in packages}
     return {"dspark": __version__, "python": platform.python_version(), **found}
-
-
-def cpu_name() -> str:
-    """What the processor calls itself."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def machine() -> dict[str, str | int | float]:

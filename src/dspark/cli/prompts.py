@@ -27,8 +27,9 @@ from dspark.artifacts import (
     is_current,
     new_manifest,
 )
+from dspark.artifacts.machine import cpu_name
 from dspark.cli.console import Screen
-from dspark.cli.origin import command_line, cpu_name, marked_commit, versions
+from dspark.cli.origin import command_line, marked_commit, versions
 from dspark.config.load import load_prompts_recipe
 from dspark.config.prompts import (
     FILL_IN,

@@ -24,6 +24,14 @@ class EngineOptions(Frozen):
             request is verified greedily. ``greedy`` refuses positive temperatures.
         draft_sample_method: ``probabilistic``, or ``greedy`` for argmax drafts.
         truncate_draft: draw drafted tokens under the request's own top_k, top_p and min_p.
+        scheduler: which drafted tokens are verified: ``fixed`` all of them; ``threshold`` those
+            whose survival is at least ``confidence_threshold``; ``sync`` and ``async`` as many as
+            make the step's expected rate the largest (``dspark.decoding.schedule``). All but
+            ``fixed`` leave out drafting where it does not pay. The text's distribution is the same
+            for each; above temperature 0 the text of a seed is the same only under ``fixed``.
+        confidence_threshold: of the ``threshold`` scheduler.
+        min_gain: share by which drafting must be predicted to beat plain decoding, and trimming to
+            beat verifying all.
     """
 
     max_requests: PositiveInt = 16
@@ -34,3 +42,6 @@ class EngineOptions(Frozen):
     verification: Literal["greedy", "standard", "block"] = "block"
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     truncate_draft: bool = True
+    scheduler: Literal["fixed", "threshold", "sync", "async"] = "fixed"
+    confidence_threshold: float = Field(default=0.3, ge=0, le=1)
+    min_gain: float = Field(default=0.04, ge=0, le=1)

@@ -72,9 +72,9 @@ def target_joint(p: Model) -> Joint:
     return joint
 
 
-def paths(drafts_from: Model, length: int) -> Iterator[tuple[History, float]]:
+def paths(drafts_from: Model, length: int, vocabulary: int = V) -> Iterator[tuple[History, float]]:
     """Every block the draft can draw, with its probability."""
-    for path in itertools.product(range(V), repeat=length):
+    for path in itertools.product(range(vocabulary), repeat=length):
         weight = 1.0
         for i, token in enumerate(path):
             weight *= float(drafts_from(path[:i])[token])

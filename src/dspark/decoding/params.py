@@ -31,6 +31,7 @@ class Shape(NamedTuple):
 
 
 GrammarKind = Literal["json", "regex", "lark"]
+SchedulerName = Literal["fixed", "threshold", "sync", "async"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class SamplingParams:
         logprobs: report log-probabilities of the target before any rule or temperature: of the
             generated token, and of this many most likely ones. None is off.
         grammar: what the answer must match.
+        scheduler: instead of the engine's own: ``fixed``, ``threshold``, ``sync`` or ``async``.
 
     Raises:
         DecodingError: a value of the wrong type or outside its range.
@@ -100,6 +102,7 @@ class SamplingParams:
     include_stop: bool = False
     logprobs: int | None = None
     grammar: Grammar | None = None
+    scheduler: SchedulerName | None = None
 
     def __post_init__(self) -> None:
         t = self.temperature
@@ -114,6 +117,8 @@ class SamplingParams:
             self._refuse("seed", "an integer in [0, 2**63)")
         self._check_integer("n", 1, "an integer >= 1")
         self._check_integer("max_new_tokens", 1, "an integer >= 1")
+        if self.scheduler is not None and self.scheduler not in get_args(SchedulerName):
+            self._refuse("scheduler", f"one of {list(get_args(SchedulerName))}, or None")
         self._check_rules()
         self._check_ends()
 

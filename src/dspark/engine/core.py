@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dspark.config.engine import EngineOptions
 from dspark.decoding.acceptance import AcceptanceCounter
+from dspark.decoding.cost import CostTable
 from dspark.decoding.params import SamplingParams
 from dspark.decoding.processors import LogitRules
 from dspark.decoding.sampling import RandomStreams
 from dspark.decoding.verify import check_modes
+from dspark.engine.admission import Admission
 from dspark.engine.answer import Answer, Delta, RequestOutput
+from dspark.engine.confidence import Mode
 from dspark.engine.drafter import Drafter
 from dspark.engine.grammar import GrammarCompiler, GrammarRows
 from dspark.engine.memory import page_count
@@ -48,6 +51,9 @@ class EngineCore:
         tokenizer: a Hugging Face tokenizer, needed for grammars only.
         options: see :class:`EngineOptions`.
         identity: of target and draft, for the prefix cache.
+        costs: what steps take here, for schedulers that weigh time; see
+            ``dspark.engine.measure``.
+        calibrations: temperatures of the confidence head, by sampling mode.
     """
 
     def __init__(
@@ -60,6 +66,8 @@ class EngineCore:
         tokenizer: Any = None,
         options: EngineOptions | None = None,
         identity: str = "",
+        costs: CostTable | None = None,
+        calibrations: Mapping[Mode, Sequence[float]] | None = None,
     ) -> None:
         self.target, self.drafter, self.end_ids, self.decode = target, drafter, end_ids, decode
         self._tokenizer = tokenizer
@@ -81,7 +89,9 @@ class EngineCore:
             lookahead=block,
             max_length=target.max_context,
         )
-        self.runner = Runner(target, drafter, self.pool, self.scheduler.max_length + block + 1)
+        self.admission = Admission(block, options, costs, calibrations or {})
+        longest = self.scheduler.max_length + block + 1
+        self.runner = Runner(target, drafter, self.pool, longest, self.admission)
         self._answers: dict[Request, Answer] = {}
         self._groups: dict[str, list[Answer]] = {}
         self._numbers = itertools.count()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dspark.decoding.params import Shape
 from dspark.decoding.sampling import safe_argmax, sample, target_probabilities
+from dspark.engine.confidence import Gauge
 from dspark.engine.sampler import RequestSampler
 from dspark.model.draft import DSparkDraft
 from dspark.model.layers import pack_linears, packed_or_plain
@@ -30,7 +31,8 @@ class Block:
     """A request's block: at most ``width`` tokens behind ``anchor``, drawn by ``sampler``.
 
     ``ids`` and ``probs`` fill up while drafting: the tokens, and [V'] what each was drawn from
-    (nothing for argmax drafts).
+    (nothing for argmax drafts). :meth:`admit` cuts them to what is verified; ``drafted`` still says
+    how many there were.
     """
 
     sampler: RequestSampler
@@ -39,6 +41,11 @@ class Block:
     width: int
     ids: list[int] = field(default_factory=list)
     probs: list[Tensor] = field(default_factory=list)
+    drafted: int = 0
+
+    def admit(self, width: int) -> None:
+        """Only the first ``width`` tokens are verified."""
+        del self.ids[width:], self.probs[width:]
 
 
 class Drafter:
@@ -86,8 +93,15 @@ class Drafter:
         at = (positions.unsqueeze(-1) + steps).clamp(max=last)
         return self.draft.backbone(self.draft.block_ids(anchors), at, context, mask, serving=True)
 
-    def draw(self, states: Tensor, blocks: Sequence[Block]) -> None:
-        """Fill ``blocks`` from their backbone states [R, K, H], slot by slot."""
+    def gauge(self, *, whole: bool) -> Gauge:
+        """Collects confidences while :meth:`draw` runs."""
+        return Gauge(self.draft.confidence_head, whole)
+
+    def draw(self, states: Tensor, blocks: Sequence[Block], gauge: Gauge | None = None) -> None:
+        """Fill ``blocks`` from their backbone states [R, K, H], slot by slot.
+
+        ``gauge`` sees every slot before its token is drawn.
+        """
         base = self.head(states)
         markov = self.draft.markov_head
         state = markov.start(states[:, 0])
@@ -101,14 +115,18 @@ class Drafter:
             if shape is not None:
                 uniforms[row, : block.width] = block.sampler.streams.uniform("draft", block.width)
         for k in range(widest):
-            m, _, state = markov.step(previous, states[:, k], state)
+            m, embedded, state = markov.step(previous, states[:, k], state)
             logits = base[:, k] + F.linear(m, self.w2)
             self._apply_rules(logits, k, blocks)
+            if gauge is not None:
+                gauge.slot(states[:, k], embedded, logits)
             choice = self._choose(logits, k, blocks, groups, uniforms)
             previous = choice if self.support is None else self.support[choice]
             for block, token in zip(blocks, previous.tolist(), strict=True):
                 if k < block.width:
                     block.ids.append(token)
+        for block in blocks:
+            block.drafted = len(block.ids)
 
     def spread(self, probs: Tensor) -> Tensor:
         """q [.., V'] over the whole vocabulary, exactly zero outside the draft's own."""

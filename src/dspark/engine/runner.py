@@ -2,9 +2,10 @@
 
 A step of the plan runs in this order. Prefill chunks go through the target in one flat forward; a
 prompt that is complete gives its first token. Then all decoding requests at once: the draft makes a
-block for each (:class:`~dspark.engine.drafter.Drafter`), the target runs ``[anchor, drafts...]`` of
-all of them in one flat forward without padding, verification decides per request, and the taps of
-what was accepted become context rows. Rows of rejected tokens are overwritten by the next block and
+block for each that :class:`~dspark.engine.admission.Admission` chooses and cuts it to what is worth
+verifying, the target runs ``[anchor, drafts...]`` of all of them in one flat forward without
+padding, verification decides per request, and the taps of what was accepted become context rows,
+for requests that did not draft too. Rows of rejected tokens are overwritten by the next block and
 never read.
 
 The runner knows nothing of stop strings or of who waits: it returns emitted tokens, and the engine
@@ -13,6 +14,7 @@ decides what stays.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import repeat
 
@@ -20,7 +22,9 @@ import torch
 from torch import Tensor
 
 from dspark.decoding.acceptance import StepCount
+from dspark.decoding.estimator import Signals
 from dspark.decoding.request import TokenKind
+from dspark.engine.admission import Admission
 from dspark.engine.drafter import Block, Drafter
 from dspark.engine.forward import FlatRunner, Part, SingleRunner, TargetRunner
 from dspark.engine.pages import PagePool
@@ -36,9 +40,15 @@ class Runner:
     """Executes plans. ``samplers`` holds one entry per request in work."""
 
     def __init__(
-        self, target: Target, drafter: Drafter | None, pool: PagePool, max_length: int
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        pool: PagePool,
+        max_length: int,
+        admission: Admission,
     ) -> None:
         self.target, self.drafter, self.pool = target, drafter, pool
+        self.admission = admission
         self.samplers: dict[Request, RequestSampler] = {}
         layers: list[list[tuple[int, int, torch.dtype]]] = []
         flat = isinstance(target, DecoderTarget)
@@ -67,15 +77,16 @@ class Runner:
         """The request is over."""
         self._run.drop(request)
         self.samplers.pop(request, None)
+        self.admission.drop(request)
 
-    def _forward(self, parts: Sequence[Part]) -> tuple[Tensor, Tensor, PagedSpan]:
+    def forward(self, parts: Sequence[Part]) -> tuple[Tensor, Tensor, PagedSpan]:
         """(final [total, H], taps [total, L, H], span)."""
         segments = [Segment(p.request.table.pages, p.start, len(p.tokens)) for p in parts]
         span = PagedSpan.of(segments, self.pool.page_size, self.rows.spare, self.target.device)
         out = self._run.run(parts, span)
         return out.final, out.taps, span
 
-    def _write_context(self, taps: Tensor, span: PagedSpan, kept: Tensor | None) -> None:
+    def write_context(self, taps: Tensor, span: PagedSpan, kept: Tensor | None) -> None:
         """Context rows of flat tokens ``kept`` (None: all) of a forward."""
         if self.drafter is None:
             return
@@ -89,8 +100,8 @@ class Runner:
         parts = [
             Part(c.request, c.request.tokens(c.start, c.start + c.count), c.start) for c in chunks
         ]
-        final, taps, span = self._forward(parts)
-        self._write_context(taps, span, None)
+        final, taps, span = self.forward(parts)
+        self.write_context(taps, span, None)
         ends = torch.tensor([c.count for c in chunks]).cumsum(0) - 1
         starting = [i for i, c in enumerate(chunks) if c.completes and not c.request.output]
         logits = self.target.logits(final[ends[starting].to(final.device)])
@@ -104,18 +115,21 @@ class Runner:
             rows = chunk.start + chunk.count
             if index in settled:
                 claim = claims[starting.index(index)]
-                results.append(_result(chunk.request, claim, settled[index], rows))
+                results.append(_result(chunk.request, claim, settled[index], rows, counts=False))
             else:
                 results.append(StepResult(chunk.request, rows, [], [], None, []))
         return results
 
     def _decode(self, requests: Sequence[Request]) -> list[StepResult]:
-        blocks = self._draft(requests)
+        started = time.perf_counter()
+        blocks, signals = self.draft(self.admission.choose(requests, self.samplers))
+        drafted = time.perf_counter()
+        self.admission.admit(len(requests), blocks, signals)
         parts = [
             Part(r, [r.output[-1], *(blocks[r].ids if r in blocks else [])], r.length - 1)
             for r in requests
         ]
-        final, taps, span = self._forward(parts)
+        final, taps, span = self.forward(parts)
         logits = self.target.logits(final)
         claims, offset = [], 0
         for part in parts:
@@ -131,28 +145,34 @@ class Runner:
             parts, claims, settle(claims, logits, self._spread), strict=True
         ):
             kept += range(offset, offset + settled.accepted + 1)
-            results.append(_result(part.request, claim, settled, part.start + 1))
+            results.append(
+                _result(part.request, claim, settled, part.start + 1, self._counts(part))
+            )
             offset += len(part.tokens)
-        self._write_context(taps, span, torch.tensor(kept, device=taps.device))
+        self.write_context(taps, span, torch.tensor(kept, device=taps.device))
+        ended = time.perf_counter()
+        accepted = {r.request: len(r.tokens) - 1 for r in results}
+        self.admission.learn(accepted, len(blocks), drafted - started, offset, ended - drafted)
         return results
+
+    def _counts(self, part: Part) -> bool:
+        """Whether a step counts in acceptance: an answer's last token leaves nothing to draft."""
+        return self.drafter is not None and part.request.room > 1
 
     def _spread(self, probs: Tensor) -> Tensor:
         assert self.drafter is not None
         return self.drafter.spread(probs)
 
-    def _draft(self, requests: Sequence[Request]) -> dict[Request, Block]:
-        """A block for every request that may emit more than one token."""
-        if self.drafter is None:
-            return {}
+    def draft(self, requests: Sequence[Request]) -> tuple[dict[Request, Block], Signals | None]:
+        """A block for each of ``requests``, and the signals that the admission wants."""
+        if self.drafter is None or not requests:
+            return {}, None
         # No more drafts than could still be emitted: a bonus always follows.
         size = self.drafter.block_size
         blocks = {
             r: Block(self.samplers[r], r.output, r.output[-1], min(size, r.room - 1))
             for r in requests
-            if r.room > 1
         }
-        if not blocks:
-            return {}
         device = self.target.device
         at = [r.length - 1 for r in blocks]
         tables = [r.table.pages for r in blocks]
@@ -167,12 +187,16 @@ class Runner:
             mask = mask[:, None, None]
         anchors = torch.tensor([b.anchor for b in blocks.values()], device=device)
         states = self.drafter.block_states(anchors, positions, context, mask)
-        self.drafter.draw(states, list(blocks.values()))
-        return blocks
+        wanted = self.admission.wants(requests)
+        gauge = None if wanted is None else self.drafter.gauge(whole=wanted)
+        self.drafter.draw(states, list(blocks.values()), gauge)
+        return blocks, None if gauge is None else gauge.signals(size)
 
 
-def _result(request: Request, claim: Claim, settled: Settled, rows: int) -> StepResult:
-    """``rows`` are sound if none of the drafted tokens stays."""
+def _result(
+    request: Request, claim: Claim, settled: Settled, rows: int, counts: bool
+) -> StepResult:
+    """``rows`` are sound if none of the drafted tokens stays; ``counts`` asks for a count."""
     ids, accepted = claim.ids, settled.accepted
     last: TokenKind = "bonus" if accepted == len(ids) else "corrected"
     drafted: TokenKind = "accepted"
@@ -182,7 +206,7 @@ def _result(request: Request, claim: Claim, settled: Settled, rows: int) -> Step
         rows + accepted,
         tokens,
         [*repeat(drafted, accepted), last],
-        None if claim.block is None else StepCount(len(ids), len(ids), accepted),
+        StepCount(claim.drafted, len(ids), accepted) if counts else None,
         _logprobs(claim.logits, tokens, claim.sampler.params.logprobs),
     )
 

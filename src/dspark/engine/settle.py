@@ -34,6 +34,11 @@ class Claim:
     def ids(self) -> list[int]:
         return [] if self.block is None else self.block.ids
 
+    @property
+    def drafted(self) -> int:
+        """Tokens that were drafted, admitted or not."""
+        return 0 if self.block is None else self.block.drafted
+
 
 class Settled(NamedTuple):
     """``accepted`` drafted tokens stay, then comes ``following``."""
