@@ -11,6 +11,7 @@ from conftest import dspark
 from dspark.decoding.processors import LogitRules
 from dspark.decoding.verify import Decisions, decide_many
 from dspark.engine import settle
+from dspark.engine.admission import Admission
 from dspark.engine.drafter import Drafter
 from dspark.engine.selftest import (
     Case,
@@ -37,6 +38,8 @@ def test_every_mode_meets_every_setting() -> None:
     assert ("block", "greedy") not in modes
     assert len(modes) == 3
     assert len({c.setting for c in cases}) == 6
+    for scheduler in ("fixed", "threshold", "sync", "async"):
+        assert {(c.verification, c.draft) for c in cases if c.scheduler == scheduler} == modes
 
 
 def test_the_exact_joint_is_a_distribution(pair) -> None:
@@ -46,12 +49,15 @@ def test_the_exact_joint_is_a_distribution(pair) -> None:
         assert all(len(t) == 5 or t[-1] == 0 for t in joint)
 
 
-@pytest.mark.parametrize("index", [0, 7, 16, 17, 20])
+SCHEDULED = [i for i, case in enumerate(all_cases()) if case.scheduler != "fixed"]
+
+
+@pytest.mark.parametrize("index", [0, 7, 16, 17, 20, *SCHEDULED])
 def test_the_engine_emits_the_targets_distribution(pair, index: int) -> None:
     result = run_case(pair, all_cases()[index], 3000)
     assert result.p_value > SOUND, result
     assert result.cells > 15
-    assert result.acceptance_length > 1.1
+    assert result.acceptance_length > (1.1 if result.case.scheduler == "fixed" else 1.0)
 
 
 def test_a_rejection_that_falls_back_to_the_target_is_convicted(pair, monkeypatch) -> None:
@@ -88,6 +94,16 @@ def test_an_argmax_draft_tested_against_softmax_is_convicted(pair, monkeypatch) 
     assert run_case(pair, case, 4000).p_value < WRONG
 
 
+def test_a_scheduler_that_looks_at_the_drawn_tokens_is_convicted(pair, monkeypatch) -> None:
+    def peeking(self, tokens, blocks, signals):
+        for block in blocks.values():
+            block.admit(0 if block.ids[:1] == [2] else len(block.ids))
+
+    monkeypatch.setattr(Admission, "admit", peeking)
+    case = Case("standard", "probabilistic", "temperature 1")
+    assert run_case(pair, case, 6000).p_value < WRONG
+
+
 def test_impossible_texts_give_no_chance_at_all() -> None:
     assert chi_square({(9,): 1, (1,): 99}, {(1,): 1.0})[2] == 0.0
 
@@ -120,6 +136,8 @@ def test_the_command_proves_everything(tiny_run) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["max_joint_error"] <= 1e-12
+    assert found["schedulers"]["max_joint_error"] <= 1e-12
+    assert found["schedulers"]["names"] == ["fixed", "threshold", "sync", "async"]
     assert found["min_p_value"] >= 1e-4
     assert found["samples"] >= 100_000
     assert found["identity"]["identical"] == found["identity"]["prompts"] == 8

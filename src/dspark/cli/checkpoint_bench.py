@@ -41,8 +41,8 @@ def bench_checkpoint(
         CheckpointError, TargetError: see :func:`dspark.cli.draft_target.load_target_of`.
         ConfigError: an override of anything but the bench section.
     """
-    section = _section(overrides)
-    chosen = _prompts(prompts)
+    section = bench_section(overrides)
+    chosen = held_out_prompts(prompts)
     screen = Screen()
     if plan:
         wanted = target_section(folder, other_target)
@@ -56,14 +56,20 @@ def bench_checkpoint(
         screen.stage("figures", str(out))
 
 
-def _prompts(file: Path | None) -> list[Prompt]:
-    """All prompts of the file; how many are measured, and left out, is the bench section's say."""
+def held_out_prompts(file: Path | None, tickets: int = 8) -> list[Prompt]:
+    """All prompts of the file, or order ``tickets`` without one; how many are measured, and left
+    out, is the bench section's say."""
     if file is not None:
         return file_prompts(file)
-    return list(prompts_of(OrderTicketSource(kind="order_tickets", held_out=8, seed=1)))
+    return list(prompts_of(OrderTicketSource(kind="order_tickets", held_out=tickets, seed=1)))
 
 
-def _section(overrides: list[str]) -> BenchSection:
+def bench_section(overrides: list[str]) -> BenchSection:
+    """The bench section of ``overrides`` like ``bench.max_new_tokens=64``.
+
+    Raises:
+        ConfigError: anything but keys of that section.
+    """
     data: dict[str, Any] = {}
     for override in overrides:
         apply_override(data, override)

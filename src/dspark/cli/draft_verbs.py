@@ -267,3 +267,24 @@ def verify(
     from dspark.cli.verify import verify as prove
 
     prove(draft, target, prompts, samples, as_json=as_json)
+
+
+@verbs.command()
+def calibrate(
+    source: Annotated[
+        Path, typer.Argument(metavar="RECIPE|CHECKPOINT", help="A recipe, or a draft folder.")
+    ],
+    overrides: Overrides = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON Lines of held-out prompts to answer.")
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="SOURCE", help="The target; the draft's own when left out."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Fit the confidence head's temperatures on held-out prompts and write calibration.json."""
+    from dspark.cli.calibrate import calibrate as run
+
+    run(source, prompts, target, overrides or [], as_json=as_json)

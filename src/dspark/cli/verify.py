@@ -2,7 +2,8 @@
 
 Four proofs, each with a bound; the command fails when one is missed:
 
-1. Enumeration of every verification rule on toy distributions: joint error at most 1e-12.
+1. Enumeration of every verification rule on toy distributions, with every scheduler: joint error at
+   most 1e-12.
 2. Chi-square tests of the real engine on a tiny model, every mode under every sampling setting:
    smallest p, after Bonferroni's correction for the number of cases, at least 1e-4.
 3. Identity: at temperature 0 and in float32 the text with the draft is the text without it, on
@@ -31,12 +32,13 @@ from dspark.config.engine import EngineOptions
 from dspark.data.chat import prompt_ids
 from dspark.data.sources import file_prompts
 from dspark.decoding.enumeration import BLOCK, MODES, Width, honest, joint_error, width_by_prefix
+from dspark.decoding.enumeration_schedule import SCHEDULERS, largest_error
 from dspark.engine import selftest
 from dspark.engine.core import EngineCore
 from dspark.errors import ConfigError
 
 JOINT_ERROR, P_VALUE = 1e-12, 1e-4
-SEEDS = range(6)
+SEEDS, SCHEDULED_SEEDS = range(6), range(2)
 TOKENS = 64
 STREAMS, DRAWS = 64, 2000
 
@@ -46,6 +48,7 @@ class Proofs:
     """What was found; see the module docstring."""
 
     max_joint_error: float
+    scheduler_error: float
     cases: list[selftest.CaseResult]
     prompts: int
     identical: int
@@ -66,6 +69,7 @@ class Proofs:
         """Bounds that do not hold."""
         checks = {
             f"joint error above {JOINT_ERROR:g}": self.max_joint_error <= JOINT_ERROR,
+            f"scheduled joint error above {JOINT_ERROR:g}": self.scheduler_error <= JOINT_ERROR,
             f"p below {P_VALUE:g} after Bonferroni": self.min_p_value >= P_VALUE,
             # In bfloat16 a forward of eight tokens rounds otherwise than eight of one.
             "greedy texts that differ": self.identical == self.prompts or self.dtype != "float32",
@@ -77,6 +81,11 @@ class Proofs:
     def as_json(self) -> dict[str, Any]:
         return {
             "max_joint_error": self.max_joint_error,
+            "schedulers": {
+                "names": list(SCHEDULERS),
+                "modes": list(MODES),
+                "max_joint_error": self.scheduler_error,
+            },
             "min_p_value": self.min_p_value,
             "samples": self.samples,
             "identity": {
@@ -92,6 +101,7 @@ class Proofs:
                     "draft_sample_method": r.case.draft,
                     "setting": r.case.setting,
                     "truncate_draft": r.case.truncate,
+                    "scheduler": r.case.scheduler,
                     "samples": r.samples,
                     "cells": r.cells,
                     "chi_square": r.statistic,
@@ -133,13 +143,14 @@ def verify(
         identical = selftest.identity(plain, drafting, asked, TOKENS)
     with screen.bar("enumeration", None):
         error = max(joint_error(*case) for case in _enumerated())
+        scheduled = largest_error(SCHEDULED_SEEDS)
     cases = selftest.all_cases()
     pair = selftest.tiny_pair()
     with screen.bar("sampled texts", len(cases) * samples) as bar:
         results = [selftest.run_case(pair, case, samples, bar.advance) for case in cases]
     twice, correlation = selftest.stream_overlap(STREAMS, DRAWS)
     dtype = str(plain.target.dtype).removeprefix("torch.")
-    proofs = Proofs(error, results, len(asked), identical, dtype, twice, correlation)
+    proofs = Proofs(error, scheduled, results, len(asked), identical, dtype, twice, correlation)
     if as_json:
         typer.echo(json.dumps(proofs.as_json(), indent=2))
     else:
@@ -219,6 +230,10 @@ def _show(proofs: Proofs, console: Console) -> None:
     console.print(table)
     lines = [
         ("enumeration", f"largest joint error {proofs.max_joint_error:.2g} (at most 1e-12)"),
+        (
+            "schedulers",
+            f"largest joint error {proofs.scheduler_error:.2g}, {len(SCHEDULERS)} of them",
+        ),
         ("sampling", f"smallest p {proofs.min_p_value:.2g} after Bonferroni (at least 1e-4)"),
         ("identity", f"{proofs.identical} of {proofs.prompts} greedy texts ({proofs.dtype})"),
         ("streams", f"{proofs.drawn_twice} values twice, correlation {proofs.correlation:.3f}"),

@@ -22,7 +22,7 @@ from dspark.decoding.schedule import Bools, Floats, Ints
 
 # Log-odds of 1 - 1e-4: a draft that is surer than this is not believed any more.
 CLIP = 9.0
-FORGET = 0.998
+FORGET = 0.996
 FEATURES = ("top_odds", "spread", "head")
 
 

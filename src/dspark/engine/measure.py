@@ -2,8 +2,8 @@
 
 Made at engine start, before any request: made-up requests over pages that nobody holds yet go
 through the very functions of a step. Each size is timed up to three times after one warm-up, and
-the fastest counts: whatever else the machine does only adds; sizes whose turn comes after the time is up are left to extrapolation and to the
-steps to come (``dspark.decoding.cost``).
+the fastest counts: whatever else the machine does only adds. Sizes whose turn comes after the time
+is up are left to extrapolation and to the steps to come (``dspark.decoding.cost``).
 
 A size of B tokens is spread over as many requests as there may be, because that is how steps with
 many tokens come about; ``CONTEXT`` rows are behind each.

@@ -21,7 +21,8 @@ import torch
 from dspark.config.architecture import K3DraftConfig, RopeParameters
 from dspark.config.engine import EngineOptions
 from dspark.config.target import TargetConfig
-from dspark.decoding.params import SamplingParams
+from dspark.decoding.cost import CostTable, Curve
+from dspark.decoding.params import SamplingParams, SchedulerName
 from dspark.decoding.processors import LogitRules
 from dspark.decoding.sampling import STREAMS, RandomStreams, target_probabilities
 from dspark.engine.core import EngineCore
@@ -60,6 +61,7 @@ class Case:
     draft: Literal["probabilistic", "greedy"]
     setting: str
     truncate: bool = True
+    scheduler: SchedulerName = "fixed"
 
     @property
     def params(self) -> SamplingParams:
@@ -68,6 +70,7 @@ class Case:
     @property
     def name(self) -> str:
         tail = "" if self.truncate else ", open draft"
+        tail += "" if self.scheduler == "fixed" else f", {self.scheduler}"
         return f"{self.verification}/{self.draft}, {self.setting}{tail}"
 
 
@@ -84,19 +87,34 @@ class CaseResult:
 
 
 def all_cases() -> list[Case]:
-    """Every supported mode under every setting; truncated and open drafts where they differ."""
+    """Every supported mode under every setting; truncated and open drafts where they differ; every
+    scheduler with every mode."""
     modes: list[tuple[Any, Any]] = [
         ("standard", "probabilistic"),
         ("standard", "greedy"),
         ("block", "probabilistic"),
     ]
     cases = [Case(v, d, setting) for v, d in modes for setting in SETTINGS]
-    return cases + [
+    cases += [
         Case(v, d, setting, truncate=False)
         for v, d in modes
         if d == "probabilistic"
         for setting in ("top_k", "min_p")
     ]
+    schedulers: list[SchedulerName] = ["threshold", "sync", "async"]
+    return cases + [
+        Case(v, d, "temperature 1", scheduler=scheduler)
+        for v, d in modes
+        for scheduler in schedulers
+    ]
+
+
+def made_costs() -> CostTable:
+    """Steps of up to :data:`BATCH` requests on which schedulers differ: stairs with cliffs. Frozen,
+    so that a sample can be repeated."""
+    at = (1, BATCH // 2, BATCH, 700, 701, 1024, 1025, 4 * BATCH)
+    seconds = (0.004, 0.008, 0.010, 0.0102, 0.0115, 0.012, 0.0135, 0.017)
+    return CostTable(Curve((1, BATCH), (1e-4, 5e-4)), Curve(at, seconds), frozen=True)
 
 
 def tiny_pair(seed: int = 0) -> tuple[DecoderTarget, Drafter]:
@@ -170,7 +188,10 @@ def run_case(
             verification=case.verification,
             draft_sample_method=case.draft,
             truncate_draft=case.truncate,
+            scheduler=case.scheduler,
+            min_gain=0.0,
         ),
+        costs=made_costs(),
     )
     counts: Counter[tuple[int, ...]] = Counter()
     accepted = steps = 0
