@@ -4,9 +4,11 @@
 
 Replays blocks that ``record_blocks.py`` took from a real draft: 1 to 4096 requests at once, each
 walking through the blocks of a recorded answer; when an answer ends another one arrives in its
-place. A step drafts for everybody, admits by a scheduler, emits what the record says was accepted
-among the admitted (and one token more), and takes what a cost curve says. Confidences are
-calibrated on the record itself.
+place. A step drafts, admits by a scheduler, emits what the record says was accepted among the
+admitted (and one token more), and takes what a cost curve says. Confidences are calibrated on the
+record itself. ``fixed`` and ``threshold`` draft for everybody; ``sync`` and ``async`` leave out
+requests whose earlier blocks say that drafting does not pay, and try them again after 8 steps, 16,
+32 and so on to 64, as the engine does.
 
 Simplifications: a request goes on to its next recorded block however much of this one was admitted,
 and a block that block verification accepted counts from its front.
@@ -19,8 +21,9 @@ Curves give the seconds of a step by verified tokens:
 * ``h200``      made up after that GPU's datasheet for a dense 8B model in bf16: weights read at
                 4.8 TB/s, 790 TFLOP/s at 60 %, batches padded to sizes that graphs are captured for
 
-``oracle`` knows which tokens will be accepted and admits the best number of them; ``share`` is the
-throughput of a scheduler as a part of the oracle's. ``scheduling_us_512x7`` is the time of one
+``oracle`` knows which tokens will be accepted: it drafts for the best number of requests and
+admits just those tokens; ``share`` is the throughput of a scheduler as a part of the oracle's.
+``scheduling_us_512x7`` is the time of one
 ``sync`` decision over 512 requests of 7 slots, survivals included: the median of many.
 """
 
@@ -35,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dspark.cli.origin import machine, marked_commit, versions
 from dspark.decoding import schedule
@@ -107,24 +111,75 @@ class Replay:
         """Requests somewhere in their answers."""
         return numbers.integers(0, len(self.accepted), requests)
 
-    def advance(self, at: Ints, numbers: np.random.Generator) -> Ints:
-        """The next block of each; a finished answer makes room for a new one."""
+    def advance(self, at: Ints, numbers: np.random.Generator) -> tuple[Ints, NDArray[np.bool_]]:
+        """The next block of each, and which are new: a finished answer makes room for another."""
         after = self.following[at]
         arrivals = self.starts[numbers.integers(0, len(self.starts), len(at))]
-        return np.where(after < 0, arrivals, after)
+        return np.where(after < 0, arrivals, after), after < 0
 
 
-def widths_of(name: str, live: Floats, accepted: Ints, old: Floats, seconds: Floats) -> Ints:
-    if name == "threshold":
-        return schedule.threshold(live, THRESHOLD)
-    if name == "sync":
-        return schedule.sync(live, seconds)
-    if name == "async":
-        return schedule.top(live, schedule.budget(old, seconds))
-    if name == "oracle":
-        known = (np.arange(live.shape[1]) < accepted[:, None]).astype(np.float64)
-        return schedule.top(known, schedule.budget(known, seconds))
-    return schedule.fixed(live)
+class Policy:
+    """Widths [R] and the number of requests that draft, step after step."""
+
+    def __init__(self, name: str, requests: int, verify: Floats, draft: Floats) -> None:
+        self.name, self.requests, self.verify, self.draft = name, requests, verify, draft
+        self.mean = np.zeros((requests, 7))
+        self.old: list[Floats] = []
+        self.new = np.ones(requests, dtype=np.bool_)
+        self.probed = self.new.copy()
+        self.idle, self.wait = np.zeros(requests), np.full(requests, 8.0)
+
+    def widths(self, live: Floats, accepted: Ints) -> tuple[Ints, int]:
+        if self.name == "oracle":
+            return self._oracle(accepted)
+        if self.name == "threshold":
+            return schedule.threshold(live, THRESHOLD), self.requests
+        if self.name == "fixed":
+            return schedule.fixed(live), self.requests
+        drafts = self._drafts()
+        count = int(drafts.sum())
+        seconds = self.verify + self.draft[count]
+        shown = np.where(drafts[:, None], live, 0.0)
+        if self.name == "sync":
+            widths = schedule.sync(shown, seconds)
+        else:
+            old = np.where(drafts[:, None], self.old[0], 0.0) if len(self.old) == 2 else shown
+            widths = schedule.top(shown, schedule.budget(old, seconds))
+        self._learn(live, drafts)
+        return widths, count
+
+    def _drafts(self) -> NDArray[np.bool_]:
+        """Decided before the block: by the mean of what each request drafted so far."""
+        worth = schedule.worth_drafting(
+            self.mean, self.draft, self.verify, tokens=self.requests, emitted=float(self.requests)
+        )
+        self.wait = np.where(
+            worth, 8, np.where(self.probed, np.minimum(2 * self.wait, 64), self.wait)
+        )
+        self.probed = self.new | (~worth & (self.idle >= self.wait))
+        return worth | self.probed
+
+    def arrive(self, new: NDArray[np.bool_]) -> None:
+        """These requests are others now."""
+        self.new = new
+        self.wait[new] = 8
+
+    def _learn(self, live: Floats, drafts: NDArray[np.bool_]) -> None:
+        self.mean[self.new] = live[self.new]
+        self.mean[drafts] += 0.3 * (live[drafts] - self.mean[drafts])
+        self.idle = np.where(drafts, 0, self.idle + 1)
+        # A block that was not drafted told nothing: what is known of the request stays.
+        self.old = [*self.old[-1:], np.where(drafts[:, None], live, self.mean)]
+
+    def _oracle(self, accepted: Ints) -> tuple[Ints, int]:
+        order = np.argsort(-accepted, kind="stable")
+        gained = np.concatenate([[0], np.cumsum(accepted[order])])
+        count = np.arange(self.requests + 1)
+        rate = (self.requests + gained) / (self.draft[count] + self.verify[self.requests + gained])
+        best = int(rate.argmax())
+        widths = np.zeros(self.requests, dtype=np.int64)
+        widths[order[:best]] = accepted[order[:best]]
+        return widths, best
 
 
 def simulate(
@@ -133,18 +188,17 @@ def simulate(
     """(tokens a second, admitted tokens per request and step)."""
     numbers = np.random.default_rng(requests)
     at = replay.begin(requests, numbers)
-    old = [replay.survival[at]] * 2
-    seconds = verify + draft[requests]
+    policy = Policy(name, requests, verify, draft)
     emitted, spent, admitted = 0, 0.0, 0
     steps = max(40, 6000 // requests)
     for _ in range(steps):
         live, accepted = replay.survival[at], replay.accepted[at]
-        widths = widths_of(name, live, accepted, old[0], seconds)
-        old = [old[1], live]
+        widths, drafting = policy.widths(live, accepted)
         emitted += requests + int(np.minimum(widths, accepted).sum())
         admitted += int(widths.sum())
-        spent += float(seconds[requests + int(widths.sum())])
-        at = replay.advance(at, numbers)
+        spent += float(draft[drafting] + verify[requests + int(widths.sum())])
+        at, new = replay.advance(at, numbers)
+        policy.arrive(new)
     return emitted / spent, admitted / steps / requests
 
 

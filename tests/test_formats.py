@@ -14,6 +14,7 @@ from dspark.artifacts.manifest import FileEntry, Parent
 from dspark.artifacts.record import Done, StageRecord
 from dspark.bench.curves import Evaluation, Training, TrainingStep
 from dspark.bench.results import Bench, BenchArm, Lineage, LineageEntry, Summary, SummaryResult
+from dspark.checkpoint.calibration import BinFigures, CalibratedMode, Calibration, SlotFigures
 from dspark.checkpoint.published import FIXED, FORBIDDEN, INERT
 from dspark.checkpoint.tensorfile import ITEM_BYTES
 from dspark.config.architecture import K3DraftConfig, Qwen3DraftConfig, RopeParameters
@@ -62,6 +63,7 @@ def section(title: str) -> set[str]:
             ],
         ),
         ("answers.jsonl", [Answer]),
+        ("calibration.json", [Calibration, CalibratedMode, SlotFigures, BinFigures]),
         ("training.json", [Training, TrainingStep, Evaluation]),
         (
             "bench.json, results.json, summary.json, lineage.json",

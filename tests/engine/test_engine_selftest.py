@@ -97,7 +97,7 @@ def test_an_argmax_draft_tested_against_softmax_is_convicted(pair, monkeypatch) 
 def test_a_scheduler_that_looks_at_the_drawn_tokens_is_convicted(pair, monkeypatch) -> None:
     def peeking(self, tokens, blocks, signals):
         for block in blocks.values():
-            block.admit(0 if block.ids[:1] == [2] else len(block.ids))
+            block.admit(0 if block.ids[:1] == [1] else len(block.ids))
 
     monkeypatch.setattr(Admission, "admit", peeking)
     case = Case("standard", "probabilistic", "temperature 1")

@@ -19,6 +19,7 @@ from dspark.api import Engine, Prompt
 from dspark.checkpoint.target import LoadedTarget
 from dspark.cli.console import Screen
 from dspark.cli.draft_target import load_target_of
+from dspark.config.engine import EngineOptions
 from dspark.config.load import parse_yaml
 from dspark.decoding.params import Grammar, SamplingParams
 from dspark.engine.answer import RequestOutput
@@ -51,7 +52,10 @@ def generate_text(
     """
     params = sampling_params(overrides)
     screen = Screen(Console(stderr=True))  # stdout is for answers
-    engine = Engine(_target(draft, target, screen), draft)
+    options = EngineOptions(scheduler=params.scheduler or "fixed")
+    engine = Engine(_target(draft, target, screen), draft, options=options)
+    if params.scheduler is not None:
+        screen.stage("engine", engine.banner)
     asked: list[Prompt] = [text if raw else [{"role": "user", "content": text}] for text in prompts]
     if len(asked) == 1 and params.n == 1 and not as_json:
         outputs = engine.generate(asked, params, lambda d: typer.echo(d.text, nl=False))
@@ -148,5 +152,6 @@ def _summary(output: RequestOutput) -> str:
         line += (
             f"; acceptance length {acceptance.acceptance_length:.2f}: "
             f"{acceptance.accepted} of {acceptance.drafted} drafted tokens accepted"
+            f" ({acceptance.admitted} admitted)"
         )
     return line + "]"

@@ -203,7 +203,7 @@ class Admission:
             track = tracks[request]
             predicted = track.predict(self._shared[track.mode])
             if predicted is None:
-                track.drafts = True  # somebody must be the first
+                track.first()
             else:
                 predicted[request.room - 1 :] = 0.0
                 known.append((track, predicted))

@@ -60,13 +60,17 @@ class Track:
     probing: bool = False
 
     def predict(self, shared: Tally) -> Floats | None:
-        """Survivals [K] of its next block; None when nothing is known at all."""
-        mean = shared.mean if self.own.mean is None else self.own.mean
-        if mean is None:
+        """Survivals [K] of its next block, None before its first; ``shared`` is its mode's tally,
+        whose bias it has until it has shown its own."""
+        if self.own.mean is None:
             return None
         common = (shared.accepted + DOUBT) / (shared.expected + DOUBT)
         ratio = (self.own.accepted + DOUBT * common) / (self.own.expected + DOUBT)
-        return np.clip(mean * ratio, 0.0, 1.0)
+        return np.clip(self.own.mean * ratio, 0.0, 1.0)
+
+    def first(self) -> None:
+        """Nothing is known of it: one block costs little and tells much."""
+        self.drafts = self.probing = True
 
     def decide(self, worth: bool) -> None:
         """Draft next, or wait: ``worth`` says what the prediction says."""

@@ -6,7 +6,8 @@ the fastest counts: whatever else the machine does only adds. Sizes whose turn c
 is up are left to extrapolation and to the steps to come (``dspark.decoding.cost``).
 
 A size of B tokens is spread over as many requests as there may be, because that is how steps with
-many tokens come about; ``CONTEXT`` rows are behind each.
+many tokens come about; ``CONTEXT`` rows are behind each, the same ones for all (rows that nobody
+wrote may hold anything, and NaN is refused).
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ def measure_costs(core: EngineCore, seconds: float = 4.0) -> CostTable:
     most = core.options.max_requests
     requests = [_request(core, number) for number in range(most)]
     try:
+        # Pages are shared by all; a cache of its own is not.
+        filled = requests[:1] if core.target.supports_ragged else requests
+        _, taps, span = core.runner.forward([Part(r, r.prompt, 0) for r in filled])
+        core.runner.write_context(taps, span, None)
         deadline = time.perf_counter() + seconds
         verify = _curve(
             sizes(min(most * block, core.options.max_batch_tokens), block),
@@ -109,12 +114,12 @@ def _verify(core: EngineCore, requests: list[Request], size: int) -> None:
 
 
 def _request(core: EngineCore, number: int) -> Request:
-    """A decoding request in pages that nobody holds; they may be few, and then are shared."""
+    """A decoding request in the first pages, which nobody holds."""
     assert core.drafter is not None
     pool, block = core.pool, core.drafter.block_size + 1
     length = max(1, min(CONTEXT, core.scheduler.max_length - block - 1))
     needed = -(-(length + block) // pool.page_size)
-    pages = [(number * needed + page) % pool.count for page in range(needed)]
+    pages = [page % pool.count for page in range(needed)]
     request = Request(f"measured/{number}", [0] * length, 2 * block, output=[0])
     request.table = BlockTable(pages=pages)
     request.status = "decoding"
