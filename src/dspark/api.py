@@ -29,7 +29,7 @@ from dspark.checkpoint.target import LoadedTarget, load_target
 from dspark.config.engine import EngineOptions
 from dspark.config.recipe import TargetSection
 from dspark.data.chat import end_ids, prompt_ids
-from dspark.decoding.params import SamplingParams
+from dspark.decoding.params import SamplingParams, SchedulerName
 from dspark.engine.answer import Delta, RequestOutput
 from dspark.engine.asynchronous import AsyncDriver
 from dspark.engine.confidence import Mode
@@ -53,6 +53,7 @@ class Engine:
             draft whose provenance names its target.
         draft: folder of a draft checkpoint, or None for plain decoding.
         options: memory, batch, verification and scheduling.
+        scheduler: instead of the one in ``options``.
         dtype, max_context: of a target that is loaded here. Left out: as the draft was made with;
             without a draft float32, and ``DEFAULT_CONTEXT`` tokens or the target's own limit where
             that is shorter.
@@ -70,12 +71,16 @@ class Engine:
         draft: str | Path | None = None,
         *,
         options: EngineOptions | None = None,
+        scheduler: SchedulerName | None = None,
         dtype: Literal["float32", "bfloat16"] | None = None,
         device: str = "auto",
         max_context: int | None = None,
     ) -> None:
         folder = None if draft is None else Path(draft)
         named = target is not None
+        if scheduler is not None:
+            fields = (options or EngineOptions()).model_dump()
+            options = EngineOptions(**{**fields, "scheduler": scheduler})
         if not isinstance(target, LoadedTarget):
             files, section = _section(target, folder, dtype, device, max_context)
             target = load_target(section, files)
