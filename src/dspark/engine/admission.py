@@ -8,7 +8,8 @@ costs, and the other requests of the step.
 *Two guards*, both decided by past steps. Drafting must promise ``min_gain`` over plain decoding, or
 a request is bypassed: its context rows are still written, so it can be tried again later at full
 acceptance. And trimming must have promised ``min_gain`` over verifying everything, or everything is
-verified: at low load a few tokens more cost nothing, and trimming only loses some.
+verified: at low load a few tokens more cost nothing, and trimming only loses some. The first blocks
+of a mode are all drafted and verified, to learn from.
 
 Without a cost table nothing can be weighed: ``sync`` and ``async`` then verify all, and
 :attr:`Admission.banner` says so.
@@ -203,7 +204,7 @@ class Admission:
             track = tracks[request]
             predicted = track.predict(self._shared[track.mode])
             if predicted is None:
-                track.first()
+                track.first(self._shared[track.mode])
             else:
                 predicted[request.room - 1 :] = 0.0
                 known.append((track, predicted))
@@ -273,10 +274,10 @@ class Admission:
         everything = (before[1] + float(survival[trimmed].sum())) / seconds[all_tokens]
         gained, wanted = self.trimming_gain, self.options.min_gain
         self.trimming_gain += RECENT * (emitted / seconds[base] / everything - 1.0 - gained)
-        if gained < wanted:
-            for row in trimmed:
-                if not tracks[row].probing:
-                    widths[row] = whole[row]
+        for row in trimmed:
+            track = tracks[row]
+            if self._shared[track.mode].young or (gained < wanted and not track.probing):
+                widths[row] = whole[row]
         return widths
 
     def _earlier(self, track: Track) -> Floats:

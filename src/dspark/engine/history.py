@@ -22,6 +22,10 @@ OWN, SHARED = 0.3, 0.03
 FADE = 0.85
 # Tokens of doubt: how much evidence moves the ratio of accepted to predicted from its mode's.
 DOUBT = 3.0
+# Blocks of its mode that a request's own are weighed against.
+PRIOR_BLOCKS = 2
+# Blocks that a mode learns from, all drafted and all verified, before anything is left out.
+LEAST_BLOCKS = 32
 # Steps without drafting before a request is tried again; doubled after each try in vain.
 FIRST_WAIT, MOST_WAIT = 8, 64
 
@@ -31,15 +35,23 @@ class Tally:
     """Survivals and outcomes of blocks seen so far, newest first in weight."""
 
     mean: Floats | None = None
+    blocks: int = 0
     expected: float = 0.0
     accepted: float = 0.0
 
+    @property
+    def young(self) -> bool:
+        """Too few blocks to leave anything out."""
+        return self.blocks < LEAST_BLOCKS
+
     def add(self, survival: Floats, admitted: int, accepted: int, weight: float) -> None:
         """One block [K]; ``admitted`` of its slots were verified."""
+        self.blocks += 1
         if self.mean is None:
             self.mean = survival.copy()
         else:
-            self.mean += weight * (survival - self.mean)
+            # The first blocks count alike.
+            self.mean += max(weight, 1 / self.blocks) * (survival - self.mean)
         fade = FADE if weight >= OWN else 1 - SHARED
         self.expected = fade * self.expected + float(survival[:admitted].sum())
         self.accepted = fade * self.accepted + accepted
@@ -60,17 +72,20 @@ class Track:
     probing: bool = False
 
     def predict(self, shared: Tally) -> Floats | None:
-        """Survivals [K] of its next block, None before its first; ``shared`` is its mode's tally,
-        whose bias it has until it has shown its own."""
-        if self.own.mean is None:
+        """Survivals [K] of its next block, None before its first or while ``shared``, the tally of
+        its mode, is young. What is common to the mode counts until it has shown its own: one poor
+        block does not make a poor request."""
+        if self.own.mean is None or shared.mean is None or shared.young:
             return None
         common = (shared.accepted + DOUBT) / (shared.expected + DOUBT)
         ratio = (self.own.accepted + DOUBT * common) / (self.own.expected + DOUBT)
-        return np.clip(self.own.mean * ratio, 0.0, 1.0)
+        own = self.own.blocks / (self.own.blocks + PRIOR_BLOCKS)
+        mean = own * self.own.mean + (1 - own) * shared.mean
+        return np.clip(mean * ratio, 0.0, 1.0)
 
-    def first(self) -> None:
+    def first(self, shared: Tally) -> None:
         """Nothing is known of it: one block costs little and tells much."""
-        self.drafts = self.probing = True
+        self.drafts, self.probing = True, not shared.young
 
     def decide(self, worth: bool) -> None:
         """Draft next, or wait: ``worth`` says what the prediction says."""
