@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--fixed-tokens", type=int, help="of the fixed arm, where it is slow")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--scheduler", choices=["threshold", "sync", "async"], default="sync")
     parser.add_argument("--kinds", nargs="*")
@@ -111,11 +112,12 @@ def main() -> None:
         if options.kinds and kind.split()[0] not in options.kinds:
             continue
         for temperature in (0.0, 1.0):
-            steady(arms["scheduled"], prompts, temperature, options.tokens)
+            steady(arms["scheduled"], prompts, temperature, max(16, options.tokens // 2))
             best: dict[str, tuple[float, Any]] = {}
             for turn in range(options.rounds):
                 for name in list(arms)[:: 1 if turn % 2 == 0 else -1]:
-                    found = steady(arms[name], prompts, temperature, options.tokens)
+                    limit = options.fixed_tokens if name == "fixed" else None
+                    found = steady(arms[name], prompts, temperature, limit or options.tokens)
                     if name not in best or found[0] > best[name][0]:
                         best[name] = found
             speed = {name: round(rate, 2) for name, (rate, _) in best.items()}

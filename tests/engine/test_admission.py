@@ -96,7 +96,7 @@ def test_drafting_that_does_not_pay_is_left_and_tried_again(pair: Pair) -> None:
     assert [c.ids for c in done] == [c.ids for c in plain]
     admission = engine.admission
     assert admission.bypassed > 4 * admission.drafting
-    learning = LEAST_BLOCKS + 4
+    learning = LEAST_BLOCKS
     assert admission.drafting > learning, "never tried again"
     steps = sum(c.acceptance.steps for c in done)
     assert steps == admission.bypassed + admission.drafting

@@ -31,7 +31,7 @@ from dspark.decoding.estimator import Signals
 from dspark.decoding.params import SchedulerName
 from dspark.decoding.schedule import Floats, Ints
 from dspark.engine.confidence import Confidence, Mode
-from dspark.engine.history import SHARED, Tally, Track
+from dspark.engine.history import MOST_WAIT, PROBING, SHARED, Tally, Track
 from dspark.engine.request import Request
 
 if TYPE_CHECKING:
@@ -226,12 +226,15 @@ class Admission:
             drafting=len(tracks) - len(known),
             gain=self.options.min_gain,
         )
+        count = len(requests)
+        share = self.costs.draft_seconds(count)[count] / self.costs.verify_seconds(most)[count]
+        least_wait = min(float(share) / PROBING, MOST_WAIT)
         for (track, _), pays in zip(known, worth.tolist(), strict=True):
-            track.decide(pays)
+            track.decide(pays, least_wait)
         if any(track.probing for track, _ in known):
             # One pass serves all that are nearly due: most of its cost does not depend on them.
             for track, _ in known:
-                if not track.drafts and 2 * track.idle >= track.wait:
+                if not track.drafts and 2 * track.idle >= max(track.wait, least_wait):
                     track.drafts = track.probing = True
 
     def _widths(

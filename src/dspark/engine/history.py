@@ -28,6 +28,8 @@ PRIOR_BLOCKS = 2
 LEAST_BLOCKS = 32
 # Steps without drafting before a request is tried again; doubled after each try in vain.
 FIRST_WAIT, MOST_WAIT = 8, 64
+# Share of a step's time that trying again may take on average.
+PROBING = 0.015
 
 
 @dataclass
@@ -87,14 +89,14 @@ class Track:
         """Nothing is known of it: one block costs little and tells much."""
         self.drafts, self.probing = True, not shared.young
 
-    def decide(self, worth: bool) -> None:
-        """Draft next, or wait: ``worth`` says what the prediction says."""
+    def decide(self, worth: bool, least_wait: float) -> None:
+        """Draft next, or wait ``least_wait`` steps at least: ``worth`` is what is predicted."""
         if worth:
             self.drafts, self.probing, self.wait = True, False, FIRST_WAIT
             return
         if self.probing:
             self.wait = min(2 * self.wait, MOST_WAIT)
-        self.drafts = self.probing = self.idle >= self.wait
+        self.drafts = self.probing = self.idle >= max(self.wait, least_wait)
         self.idle += 1
 
     def add(self, survival: Floats, admitted: int, accepted: int) -> None:
