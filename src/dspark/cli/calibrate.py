@@ -39,11 +39,10 @@ from dspark.cli.console import Screen
 from dspark.cli.context import RunContext
 from dspark.cli.draft_target import load_target_of
 from dspark.cli.origin import command_line
-from dspark.cli.stages import end_ids
 from dspark.config.engine import EngineOptions
 from dspark.config.load import load_recipe
 from dspark.config.recipe import BenchSection
-from dspark.data.chat import prompt_ids
+from dspark.data.chat import end_ids, prompt_ids
 from dspark.data.prompt import Prompt
 from dspark.data.shards import read_prompts
 from dspark.decoding.calibration import Fit, fit
