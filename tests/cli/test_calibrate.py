@@ -11,10 +11,11 @@ import pytest
 from conftest import dspark, write_prompts
 from dspark.api import Engine
 from dspark.artifacts import verify
+from dspark.cli.calibrate import calibrate
 from dspark.config.engine import EngineOptions
 from dspark.decoding.params import SamplingParams
 from dspark.engine.confidence import Mode
-from dspark.errors import CheckpointError
+from dspark.errors import CheckpointError, DecodingError
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,6 @@ def test_too_few_blocks_are_refused(tiny_run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "draft"
     shutil.copytree(tiny_run / "draft", folder)
     prompts = write_prompts(tmp_path / "prompts.jsonl", 2)
-    done = dspark("calibrate", str(folder), "--prompts", str(prompts), "bench.max_new_tokens=8")
-    assert done.returncode == 1
-    assert "blocks" in done.stderr
+    with pytest.raises(DecodingError, match="blocks"):
+        calibrate(folder, prompts, None, ["bench.max_new_tokens=8"], as_json=False)
     assert not (folder / "calibration.json").exists()
