@@ -11,6 +11,7 @@ import pytest
 
 from dspark.decoding.cost import CostTable, Curve
 from dspark.decoding.params import SamplingParams
+from dspark.engine.confidence import Confidence, Mode
 from dspark.engine.cost_file import fingerprint, read_costs, write_costs
 from dspark.engine.history import LEAST_BLOCKS
 from dspark.engine.measure import measure_costs, sizes
@@ -194,3 +195,11 @@ def test_recorded_blocks_are_whole_and_know_their_answer(pair: Pair) -> None:
     assert engine.admission.record is None
     with pytest.raises(DecodingError, match="fixed"):
         record_blocks(pair.engine(scheduler="sync"), prompts, [greedy()] * 6)
+
+
+def test_odd_temperatures_learn_together_and_calibrated_ones_apart() -> None:
+    confidence = Confidence(7, {Mode("block", False, 0.73): [1.0] * 7})
+    assert confidence.mode(Mode("block", False, 0.73)).temperature == 0.73
+    near = {confidence.mode(Mode("block", False, t)) for t in (0.67, 0.7, 0.731)}
+    assert len(near) == 1
+    assert confidence.mode(Mode("block", False, 0.01)) != confidence.mode(Mode("greedy", True, 0.0))

@@ -181,7 +181,9 @@ class Admission:
         track = self.tracks.get(request)
         if track is None:
             greedy = sampler.rule == "greedy"
-            mode = Mode(sampler.rule, sampler.one_hot or greedy, sampler.params.temperature)
+            mode = self.confidence.mode(
+                Mode(sampler.rule, sampler.one_hot or greedy, sampler.params.temperature)
+            )
             name = sampler.params.scheduler or self.options.scheduler
             track = self.tracks[request] = Track(mode, name)
         return track

@@ -82,6 +82,13 @@ class Confidence:
         self.calibrations = dict(calibrations)
         self._estimators: OrderedDict[Mode, AcceptanceEstimator] = OrderedDict()
 
+    def mode(self, exact: Mode) -> Mode:
+        """What a request is counted under: its own mode where that is calibrated, or else that of
+        the nearest tenth, or users' odd temperatures would each be learned anew."""
+        if exact in self.calibrations:
+            return exact
+        return exact._replace(temperature=round(exact.temperature, 1))
+
     def needs_features(self, modes: Sequence[Mode]) -> bool:
         """Whether some mode has no calibration."""
         return any(mode not in self.calibrations for mode in modes)
