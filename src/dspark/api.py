@@ -177,10 +177,15 @@ class Engine:
         return self._driver.stream(self.encode(prompt), params or SamplingParams(), id)
 
     async def generate_async(
-        self, prompt: Prompt, params: SamplingParams | None = None, id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        id: str | None = None,
+        on_delta: Callable[[Delta], None] = lambda _: None,
     ) -> RequestOutput:
         """One prompt's whole result, under asyncio; many may run at once and share batches."""
-        return await self._driver.generate(self.encode(prompt), params or SamplingParams(), id)
+        own = params or SamplingParams()
+        return await self._driver.generate(self.encode(prompt), own, id, on_delta)
 
     async def abort_async(self, id: str) -> None:
         """End a request of :meth:`stream_async` or :meth:`generate_async`."""

@@ -47,9 +47,13 @@ class AsyncDriver:
             self._later(lambda: self._forget(name))
 
     async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, id: str | None = None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        id: str | None = None,
+        on_delta: Callable[[Delta], None] = lambda _: None,
     ) -> RequestOutput:
-        """The whole result.
+        """The whole result; ``on_delta`` is called with every piece as it comes.
 
         Raises:
             DecodingError: see :meth:`EngineCore.submit`.
@@ -61,6 +65,7 @@ class AsyncDriver:
                 delta = await queue.get()
                 if isinstance(delta, BaseException):
                     raise delta
+                on_delta(delta)
                 open_answers -= delta.finish_reason is not None
             output: RequestOutput = await self._order(lambda: self.core.collect(name))
             done = True
