@@ -267,3 +267,56 @@ def verify(
     from dspark.cli.verify import verify as prove
 
     prove(draft, target, prompts, samples, as_json=as_json)
+
+
+@verbs.command()
+def compare(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="A B [KEY=VALUE]...",
+            help="Two draft folders, two servers' urls, or two results (.json); and settings.",
+        ),
+    ] = None,
+    no_draft: Annotated[
+        bool, typer.Option("--no-draft", help="A third arm without a draft: are texts equal?")
+    ] = False,
+    reference: Annotated[
+        str | None, typer.Option(help="Between servers: url of one without a draft.")
+    ] = None,
+    suite: Annotated[str | None, typer.Option(help="quick, seed14 or paper9.")] = None,
+    task: Annotated[list[str] | None, typer.Option(help="One benchmark; repeatable.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of benchmark files.")] = None,
+    target: Annotated[str | None, typer.Option(help="Another target than the drafts name.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for results and comparison.")] = None,
+    from_table: Annotated[
+        Path | None, typer.Option(help="A published table as JSON instead of A and B.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Compare two drafts on one stack: interleaved, paired, with intervals."""
+    from dspark.cli.compare_verb import CompareOptions, run_compare
+
+    run_compare(
+        CompareOptions(
+            tuple(arguments or ()), no_draft, reference, suite, tuple(task or ()), data, target,
+            out, from_table, as_json,
+        )
+    )  # fmt: skip
+
+
+@verbs.command()
+def leaderboard(
+    results: Annotated[
+        Path, typer.Argument(metavar="[RESULTS]", help="Folder of results of suites.")
+    ] = Path("benchmarks/results"),
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("docs/benchmarks.md"),
+    check: Annotated[
+        bool, typer.Option("--check", help="Only say whether the page is what it would be.")
+    ] = False,
+) -> None:
+    """Write docs/benchmarks.md from measured results."""
+    from dspark.cli.leaderboard import write_leaderboard
+
+    if not write_leaderboard(results, out, check=check):
+        raise typer.Exit(1)

@@ -191,6 +191,3 @@ def _sha(path: Path, digits: int = 16) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()[:digits]
-
-
-

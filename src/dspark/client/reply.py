@@ -8,10 +8,13 @@ the server, which is named: it never becomes an empty answer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dspark.errors import EndpointError
+
+# What drafting did: vLLM's per-request figures, and our own server's.
+EXTRA = ("metrics", "dspark")
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ class Chunk:
     """A piece of a streamed reply; ``at`` is when it came (``time.monotonic()``, seconds).
 
     ``choice`` is None in pieces that carry no text (usage, keep-alives). A token of an unfinished
-    character gives a piece with ids and without text.
+    character gives a piece with ids and without text. ``extra`` holds a server's own fields of
+    ``EXTRA``, as they came.
     """
 
     endpoint: str
@@ -76,6 +80,7 @@ class Chunk:
     index: int
     prompt_ids: tuple[int, ...] | None
     usage: Usage | None
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def parse_completion(raw: Any, endpoint: str) -> Completion:
@@ -118,6 +123,7 @@ def parse_chunk(raw: Any, endpoint: str, at: float) -> Chunk:
         index=0 if first is None else _index(first, endpoint),
         prompt_ids=_prompt_ids(raw, first or {}, endpoint),
         usage=_usage(raw.get("usage"), endpoint),
+        extra={name: raw[name] for name in EXTRA if raw.get(name) is not None},
     )
 
 

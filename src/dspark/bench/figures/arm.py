@@ -70,7 +70,7 @@ def arm_figures(
         by_turn=_by(counted, settings.seed, lambda t: f"turn {t.turn + 1}"),
         by_context=_by(counted, settings.seed, _context),
         by_position=_positions(answered, settings.seed),
-        notices=tuple([*notices, *_told(arm, failed, answers)]),
+        notices=(*notices, *_told(arm, failed, answers)),
         prompts=tuple(_rows(arm, graded or {})),
     )
 
@@ -96,7 +96,9 @@ def _acceptance(
     if arm.before is None or arm.after is None:
         text = "The server tells nothing about drafting: no acceptance."
         if counted:
-            text = f"Only {len(counted)} of {len(answered)} answers tell their acceptance: no figure."
+            text = (
+                f"Only {len(counted)} of {len(answered)} answers tell their acceptance: no figure."
+            )
         return None, "none", [text] if answered else []
     moved = difference(arm.before, arm.after)
     if moved is None:

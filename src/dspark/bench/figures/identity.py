@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dspark.bench.figures.pairs import MOST_DIVERGENCES, Divergence, Identity
+from dspark.bench.figures.comparison import MOST_DIVERGENCES, Divergence, Identity
 from dspark.bench.play.turn import Answer, Turn
 
 
@@ -51,9 +51,7 @@ def _divergence(turn: Turn, one: Answer, other: Answer) -> Divergence | None:
     return Divergence(question=turn.question, turn=turn.turn, character=place)
 
 
-def _first_difference(
-    one: str | tuple[int, ...], other: str | tuple[int, ...]
-) -> int | None:
+def _first_difference(one: str | tuple[int, ...], other: str | tuple[int, ...]) -> int | None:
     if one == other:
         return None
     for place, (a, b) in enumerate(zip(one, other, strict=False)):

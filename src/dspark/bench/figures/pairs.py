@@ -13,94 +13,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from pydantic import Field, NonNegativeInt
 
 from dspark.bench.figures.acceptance import RESAMPLES
+from dspark.bench.figures.comparison import (
+    MOST_DIVERGENCES,
+    Comparison,
+    Divergence,
+    Identity,
+    Overall,
+    PairFigures,
+)
 from dspark.bench.figures.schema import ArmFigures, Interval, PromptRow, SuiteResults
-from dspark.config.architecture import Frozen
 from dspark.errors import DataError
 
-MOST_DIVERGENCES = 20
 Keyed = dict[tuple[str, float], ArmFigures]
-
-
-class Divergence(Frozen):
-    """First place where two answers differ: ``token`` (0-based), or ``character`` where the engine
-    sent no ids; None where only hashes are known."""
-
-    question: str
-    turn: NonNegativeInt
-    token: NonNegativeInt | None = None
-    character: NonNegativeInt | None = None
-
-
-class Identity(Frozen):
-    """How many answers of ``of`` at temperature 0 are equal, and where others are not (the first
-    ``MOST_DIVERGENCES``)."""
-
-    first: str
-    second: str
-    same: NonNegativeInt
-    of: NonNegativeInt
-    divergences: tuple[Divergence, ...] = ()
-
-
-class PairFigures(Frozen):
-    """One benchmark at one temperature. ``ratio`` is a / b of pooled lengths.
-
-    ``difference`` is b - a. ``wins_b`` prompts where b's own length is larger, ``ties`` equal ones.
-    ``mean_prompt_ratio`` the mean over prompts of a / b. ``speed_ratio`` a / b in tokens per second.
-    """
-
-    task: str
-    title: str
-    temperature: float
-    prompts: NonNegativeInt
-    unpaired: NonNegativeInt
-    a: float | None
-    b: float | None
-    ratio: float | None = None
-    ratio_interval: Interval | None = None
-    difference: float | None = None
-    difference_interval: Interval | None = None
-    mean_prompt_ratio: float | None = None
-    wins_a: NonNegativeInt = 0
-    wins_b: NonNegativeInt = 0
-    ties: NonNegativeInt = 0
-    speed_ratio: float | None = None
-    identity: tuple[Identity, ...] = ()
-
-
-class Overall(Frozen):
-    """All benchmarks at one temperature; the interval is over prompts within benchmarks."""
-
-    temperature: float
-    benchmarks: NonNegativeInt
-    ratio_of_means: float
-    mean_of_ratios: float
-    ratio_of_means_interval: Interval | None = None
-    verdict: str
-
-
-class Comparison(Frozen):
-    """``dspark compare A B``."""
-
-    schema_version: str = Field(default="dspark-compare/1", alias="schema")
-    a: str
-    b: str
-    pairs: tuple[PairFigures, ...]
-    overall: tuple[Overall, ...]
-    stack_differences: tuple[str, ...] = ()
-    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Paired:
     """(accepted, steps) of both, prompt by prompt: [prompts, 4]."""
 
-    counts: np.ndarray  # type: ignore[type-arg]
+    counts: np.ndarray
 
-    def ratios(self, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[type-arg]
+    def ratios(self, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Pooled lengths of a and b under each row of ``weights`` [resamples, prompts]."""
         sums = weights @ self.counts
         return 1 + sums[:, 0] / sums[:, 1], 1 + sums[:, 2] / sums[:, 3]
@@ -303,8 +238,8 @@ def verdict_of(
     over = f"over {prompts} prompts of {len(pairs)} benchmarks at T = {temperature:g}"
     if interval is None:
         return (
-            f"No verdict {over}: without two paired prompts of every benchmark there is no interval; "
-            f"the ratio of means {ratio:.3f} may be chance."
+            f"No verdict {over}: without two paired prompts of every benchmark there is no "
+            f"interval; the ratio of means {ratio:.3f} may be chance."
         )
     told = f"({names[0]} / {names[1]} = {ratio:.3f}, 95 % {interval[0]:.3f} to {interval[1]:.3f})"
     if interval[0] <= 1 <= interval[1]:
@@ -350,10 +285,10 @@ def _hash_identity(a: ArmFigures, b: ArmFigures, names: tuple[str, str]) -> list
     ]
 
 
-def _weights(n: int, seed: int) -> np.ndarray:  # type: ignore[type-arg]
+def _weights(n: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).multinomial(n, np.full(n, 1.0 / n), size=RESAMPLES)
 
 
-def _interval(values: np.ndarray) -> Interval:  # type: ignore[type-arg]
+def _interval(values: np.ndarray) -> Interval:
     low, high = np.quantile(values, [0.025, 0.975])
     return float(low), float(high)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dspark.bench.figures.pairs import Comparison
+from dspark.bench.figures.comparison import Comparison
 from dspark.bench.figures.schema import ArmFigures, Interval, SuiteResults
 
 

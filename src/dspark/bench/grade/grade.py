@@ -3,7 +3,7 @@
 Not a leaderboard of models: prompts are bare and answers are cut. It guards against an engine that
 is fast because it is wrong, and two arms of one comparison should score alike.
 
-Numbers and formulas are compared by ``math-verify``; code runs in :mod:`dspark.bench.grade.sandbox`.
+Formulas are compared by ``math-verify``; code runs in :mod:`dspark.bench.grade.sandbox`.
 """
 
 from __future__ import annotations

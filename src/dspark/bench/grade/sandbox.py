@@ -25,7 +25,7 @@ _FILE = 1 << 20
 _GUARD = """
 import sys, os, builtins, resource
 def _install(seconds, memory, size):
-    for what, limit in (("CPU", seconds), ("AS", memory), ("FSIZE", size), ("NOFILE", 64), ("CORE", 0)):
+    for what, limit in (("CPU", seconds), ("AS", memory), ("FSIZE", size), ("NOFILE", 64)):
         resource.setrlimit(getattr(resource, "RLIMIT_" + what), (limit, limit))
     home = os.path.realpath(os.getcwd())
     roots = tuple(os.path.realpath(p) for p in {sys.prefix, sys.base_prefix, *sys.path} if p)

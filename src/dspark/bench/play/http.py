@@ -8,9 +8,9 @@ server's counters around the answer. Otherwise only totals over a whole arm are 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, cast
 
 from dspark.bench.play.counters import (
     difference,
@@ -22,6 +22,8 @@ from dspark.bench.play.turn import Accepted, Answer, Ask, Counters, Where
 from dspark.client import Chunk, Client, Endpoint, Usage
 from dspark.errors import EndpointError
 
+# Fields of a request beyond OpenAI's: token ids (vLLM, ours), acceptance (ours).
+WISHES = ("return_token_ids", "return_acceptance")
 # Template variables by which models are told to think; a template ignores those it does not know.
 _THINKING = ("enable_thinking", "thinking")
 
@@ -32,6 +34,9 @@ class HttpPlayer:
     def __init__(self, client: Client, endpoint: Endpoint, *, one_by_one: bool) -> None:
         self.client, self.endpoint, self.one_by_one = client, endpoint, one_by_one
         self._paths: list[str] | None = None
+        # Strict servers refuse what they do not know: then these are left out.
+        self.wishes: tuple[str, ...] = WISHES
+        self._understood = False
 
     @property
     def gone(self) -> str | None:
@@ -62,12 +67,14 @@ class HttpPlayer:
         """
         before = await self.counters() if self.one_by_one and self._paths else None
         start = time.monotonic()
-        parts = _Parts()
-        async with aclosing(
-            self.client.stream("chat", _body(ask), endpoint=self.endpoint)
-        ) as chunks:
-            async for chunk in chunks:
-                parts.take(chunk)
+        try:
+            parts = await self._streamed(ask)
+        except EndpointError as error:
+            if self._understood or not self.wishes or "HTTP 4" not in error.found:
+                raise
+            self.wishes, start = (), time.monotonic()
+            parts = await self._streamed(ask)
+        self._understood = True
         seconds = time.monotonic() - start
         if parts.finish is None:
             raise _broken(self.endpoint, "an end with a finish reason", "none")
@@ -89,6 +96,16 @@ class HttpPlayer:
             accepted=accepted,
             source=source,
         )
+
+    async def _streamed(self, ask: Ask) -> _Parts:
+        parts = _Parts()
+        body = _body(ask) | dict.fromkeys(self.wishes, True)
+        stream = self.client.stream("chat", body, endpoint=self.endpoint)
+        # A generator: left early (a timeout), it must close its connection now, not some day.
+        async with aclosing(cast(AsyncGenerator[Chunk, None], stream)) as chunks:
+            async for chunk in chunks:
+                parts.take(chunk)
+        return parts
 
     async def _around(self, before: Counters, tokens: int) -> tuple[Accepted | None, Where]:
         after = await self.counters()
@@ -191,7 +208,6 @@ def _body(ask: Ask) -> dict[str, Any]:
         "top_p": ask.top_p,
         "max_tokens": ask.max_tokens,
         "seed": ask.seed,
-        "return_token_ids": True,
     }
     if ask.thinking != "default":
         body["chat_template_kwargs"] = dict.fromkeys(_THINKING, ask.thinking == "on")
@@ -205,5 +221,3 @@ def _broken(endpoint: Endpoint, expected: str, found: str) -> EndpointError:
         where=f"endpoint {endpoint.url}",
         fix="Check the server's log, and that it is OpenAI-compatible.",
     )
-
-

@@ -40,8 +40,6 @@ class Arm:
     after: Counters | None = None
 
 
-
-
 async def play_arm(
     player: Player,
     task: Task,
@@ -63,7 +61,9 @@ async def play_arm(
     async def one(question: Question) -> None:
         async with places:
             if player.gone is None:
-                await _ask(player, task, question, temperature, settings, log, arm, order)
+                order[question.id] = await ask_question(
+                    player, task, question, temperature, settings, log, arm
+                )
             on_question()
 
     arm.before = await player.counters()
@@ -87,7 +87,7 @@ async def play_arm(
     return arm
 
 
-async def _ask(
+async def ask_question(
     player: Player,
     task: Task,
     question: Question,
@@ -95,8 +95,9 @@ async def _ask(
     settings: SuiteSettings,
     log: AnswerLog,
     arm: Arm,
-    order: dict[str, list[Turn]],
-) -> None:
+) -> list[Turn]:
+    """All turns of one question, up to the first that fails; ``arm`` counts those of ``log``."""
+    turns: list[Turn] = []
     messages = [*question.opening]
     if question.system and not any(m["role"] == "system" for m in messages):
         messages.insert(0, {"role": "system", "content": question.system})
@@ -109,10 +110,11 @@ async def _ask(
             ask = ask_for(task, question, number, tuple(messages), temperature, settings)
             turn = await _turn(player, ask, question, number, settings.timeout)
             log.add(turn)
-        order[question.id].append(turn)
+        turns.append(turn)
         if turn.answer is None:
-            return
+            break
         messages.append({"role": "assistant", "content": turn.answer.text})
+    return turns
 
 
 def ask_for(
@@ -135,9 +137,7 @@ def ask_for(
     )
 
 
-async def _turn(
-    player: Player, ask: Ask, question: Question, number: int, timeout: float
-) -> Turn:
+async def _turn(player: Player, ask: Ask, question: Question, number: int, timeout: float) -> Turn:
     answer: Answer | None = None
     error: str | None = None
     timed_out = False

@@ -65,7 +65,9 @@ def settings_from(overrides: list[str]) -> SuiteSettings:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         known = ", ".join(SuiteSettings.model_fields)
-        raise _refused(f"one of {known}", f"{place}: {first['msg']}", " ".join(overrides)) from error
+        raise _refused(
+            f"one of {known}", f"{place}: {first['msg']}", " ".join(overrides)
+        ) from error
 
 
 def _refused(expected: str, found: str, where: str) -> ConfigError:

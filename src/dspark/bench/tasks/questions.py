@@ -31,7 +31,7 @@ class Question:
     """One prompt: ``turns`` are the user's, asked one after the other.
 
     ``id`` is unique within its task; two sources may name one prompt differently, so results are
-    paired by :attr:`key`. ``check`` holds what a grader needs; empty where the source has no answer.
+    paired by :attr:`key`. ``check`` holds what a grader needs, and is empty without an answer.
     """
 
     task: str

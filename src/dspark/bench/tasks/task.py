@@ -16,7 +16,7 @@ import hashlib
 import importlib.resources
 import json
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
@@ -73,8 +73,9 @@ class Rule(Frozen):
     """Which rows of the source are asked, stated so that anybody gets the same ones.
 
     ``available``: rows the source has after ``where`` (exact match of fields), None where only a
-    least number (``count``) is known. ``select`` takes ``count`` of them: ``first``, ``spread`` at even distances, ``seeded`` by the order of
-    sha256("seed/id"), or ``all``. ``text`` is the rule in words.
+    least number (``count``) is known. ``select`` takes ``count`` of them: ``first``, ``spread`` at
+    even distances, ``seeded`` by the order of sha256("seed/id"), or ``all``. ``whole_rows_only``
+    leaves rows with a placeholder out before counting. ``text`` is the rule in words.
     """
 
     available: PositiveInt | None = None
@@ -200,7 +201,10 @@ def suite_named(name: str) -> Suite:
     return _named(name, suites(), "suite")
 
 
-def _named(name: str, known: dict[str, Any], what: str) -> Any:
+Named = TypeVar("Named", Task, Suite)
+
+
+def _named(name: str, known: dict[str, Named], what: str) -> Named:
     if name not in known:
         raise ConfigError(
             expected=f"a {what}: {', '.join(sorted(known))}",
