@@ -111,9 +111,15 @@ def _suite(
     if options.as_json:
         typer.echo(as_json(results))
     else:
-        show_suite(results, Console())
+        show_suite(results, wide_console())
     if options.out is not None:
         screen.stage("figures", str(options.out))
+
+
+def wide_console() -> Console:
+    """A terminal as it is; a file or pipe wide enough for the tables."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
 
 
 def show_suite(results: SuiteResults, console: Console) -> None:

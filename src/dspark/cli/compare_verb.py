@@ -12,7 +12,7 @@ from rich.text import Text
 
 from dspark.bench.figures.comparison import Comparison, Identity
 from dspark.bench.figures.tables import pair_rows
-from dspark.cli.bench_verb import split_arguments, table
+from dspark.cli.bench_verb import split_arguments, table, wide_console
 from dspark.cli.compare import CompareRequest, compare, compare_table, comparison_json
 from dspark.cli.console import Screen
 from dspark.cli.suite_bench import SuiteRequest
@@ -66,7 +66,7 @@ def run_compare(options: CompareOptions) -> None:
     if options.as_json:
         typer.echo(comparison_json(comparison))
     else:
-        show_comparison(comparison, Console())
+        show_comparison(comparison, wide_console())
     if options.out is not None:
         screen.stage("figures", str(options.out / "comparison.json"))
 

@@ -40,6 +40,9 @@ from dspark.cli.task_rows import load_questions
 from dspark.errors import ConfigError, DataError, MissingDependencyError
 
 ANSWERS = ".answers.jsonl"
+FEW = 10
+# Settings that decide no answer: a run may go on with others.
+UNIMPORTANT = ("tries", "timeout", "grade", "skip_missing", "concurrency", "note")
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,13 @@ async def _measure(
     async with opened(request, settings, screen) as stack:
         if request.long:
             planned = [*planned, *await long_planned(stack, settings, missing)]
+        if not planned:
+            raise DataError(
+                expected=f"a context of at least {LENGTHS[0]} tokens, for the shortest length",
+                found="; ".join(missing.values()),
+                where="dspark bench --long",
+                fix="Measure a target with a longer context.",
+            )
         out = request.out
         log = AnswerLog(
             None if out is None else out.with_suffix(ANSWERS), head_of(stack, settings, planned)
@@ -186,9 +196,7 @@ def head_of(stack: Stack, settings: SuiteSettings, planned: Sequence[Planned]) -
     return {
         "stack": stack.fingerprint,
         "draft": stack.draft,
-        "settings": settings.model_dump(
-            mode="json", exclude={"tries", "timeout", "grade", "skip_missing", "concurrency"}
-        ),
+        "settings": settings.model_dump(mode="json", exclude=set(UNIMPORTANT)),
         "tasks": {p.task.name: p.task.hash for p in planned},
     }
 
@@ -216,7 +224,7 @@ def results_of(
         missing=missing,
         answers=None if answers is None else answers.name,
         answers_sha256=None if answers is None else sha256_file(answers)[1],
-        notices=(*stack.notices, *_told(stack, settings)),
+        notices=(*stack.notices, *_told(stack, settings, arms)),
     )
     if request.out is not None:
         atomic_json(request.out, results.model_dump(mode="json", by_alias=True))
@@ -225,8 +233,8 @@ def results_of(
     return results
 
 
-def _told(stack: Stack, settings: SuiteSettings) -> list[str]:
-    notices = []
+def _told(stack: Stack, settings: SuiteSettings, arms: Sequence[ArmFigures]) -> list[str]:
+    notices = [settings.note] if settings.note else []
     if any(t > 0 for t in settings.temperatures):
         method = stack.fingerprint.get("draft_sample_method")
         if method == "greedy":
@@ -237,6 +245,8 @@ def _told(stack: Stack, settings: SuiteSettings) -> list[str]:
             notices.append(
                 "The server does not tell how it samples drafts: above T = 0 figures depend on it."
             )
+    if any(a.acceptance and a.acceptance.prompts < FEW for a in arms):
+        notices.append(f"Intervals over fewer than {FEW} prompts are rough.")
     if settings.concurrency > 1:
         notices.append(
             f"{settings.concurrency} requests at once: times of single answers include waiting."

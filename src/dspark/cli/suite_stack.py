@@ -54,7 +54,8 @@ def engine_stack(
     Raises:
         CheckpointError, TargetError: draft and target do not fit together.
     """
-    options = EngineOptions(max_requests=settings.concurrency)
+    # Every question is asked several times: with cached prompts, first tokens would come too soon.
+    options = EngineOptions(max_requests=settings.concurrency, prefix_cache=False)
     engine = Engine(target, draft, options=options)
     context = target.max_context
     fingerprint = {

@@ -33,6 +33,10 @@ from dspark.data.records import read_records
 from dspark.errors import DataError, MissingDependencyError
 
 
+class _Absent(Exception):
+    """This source is not at hand; the next one may be."""
+
+
 def load_questions(task: Task, data: Path | None) -> tuple[list[Question], str]:
     """All questions of ``task`` and where they are from.
 
@@ -41,7 +45,6 @@ def load_questions(task: Task, data: Path | None) -> tuple[list[Question], str]:
 
     Raises:
         DataError: no source is at hand, or one is not what the definition promises.
-        MissingDependencyError: only a package that is not installed has the rows.
     """
     local = _local(task, data)
     if local is not None:
@@ -50,8 +53,8 @@ def load_questions(task: Task, data: Path | None) -> tuple[list[Question], str]:
     for source in task.sources:
         try:
             rows = list(_rows(source, data))
-        except (MissingDependencyError, DataError) as error:
-            tried.append(f"{_named(source)}: {error.found}")
+        except _Absent as absent:
+            tried.append(f"{_named(source)}: {absent}")
             continue
         return questions_of(task, rows), _named(source)
     looked = f"no {task.file} in {data}" if data else "no folder given with --data"
@@ -94,14 +97,24 @@ def _rows(source: Source, data: Path | None) -> Iterator[Row]:
             revision=source.revision,
             category="bench",
         )
-        return read_hub(hub, None)
+        return _hub_rows(hub)
     if isinstance(source, GeneratedRows):
         return _order_tickets(source)
     return _document_rows(source, data)
 
 
+def _hub_rows(source: HubSource) -> Iterator[Row]:
+    try:
+        yield from read_hub(source, None)
+    except (MissingDependencyError, DataError) as error:
+        raise _Absent(error.found) from error
+
+
 def _package_rows(source: PackageRows) -> Iterator[Row]:
-    path = package_file(source.distribution, source.file)
+    try:
+        path = package_file(source.distribution, source.file)
+    except MissingDependencyError as error:
+        raise _Absent(error.found) from error
     version = importlib.metadata.version(source.distribution)
     if version != source.version:
         raise DataError(
@@ -168,12 +181,7 @@ def _document_files(source: HubFiles, data: Path | None) -> tuple[Path, Path]:
     # The hub's library raises many types; all mean that it did not give the files.
     except Exception as error:
         offline = " (offline mode is on)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
-        raise DataError(
-            expected=f"{source.table} and {source.archive} of {source.dataset}",
-            found=f"{type(error).__name__}{offline}",
-            where=f"hub data set {source.dataset}",
-            fix="Check the network, or put both files in the folder given with --data.",
-        ) from error
+        raise _Absent(f"{type(error).__name__}{offline}") from error
     return found[0], found[1]
 
 

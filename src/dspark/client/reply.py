@@ -114,6 +114,8 @@ def parse_chunk(raw: Any, endpoint: str, at: float) -> Chunk:
     if raw.get("error"):
         raise malformed(endpoint, "a stream without an error", f"{raw['error']!r:.300}")
     choices = raw.get("choices") or []
+    if not isinstance(choices, list):
+        raise malformed(endpoint, "choices as a list", f"{choices!r:.200}")
     first = choices[0] if choices else None
     return Chunk(
         endpoint=endpoint,
@@ -152,6 +154,7 @@ def _index(choice: Any, endpoint: str) -> int:
 
 def _choice(raw: dict[str, Any], part: str, endpoint: str) -> Choice:
     """``part`` is where chat puts the text; a plain completion has it in the choice itself."""
+    _require_object(raw, endpoint)
     message = raw.get(part)
     if message is None:
         message = {"content": raw.get("text")}

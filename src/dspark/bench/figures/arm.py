@@ -59,7 +59,7 @@ def arm_figures(
         turns=len(arm.turns),
         failed=len(failed),
         timed_out=sum(t.timed_out for t in failed),
-        truncated=sum(a.finish == TRUNCATED for a in answers),
+        truncated=sum(_cut(t) for t in answered),
         tokens=sum(a.tokens or 0 for a in answers),
         prompt_tokens=sum(a.prompt_tokens or 0 for a in answers),
         source=source,
@@ -102,7 +102,8 @@ def _acceptance(
         return None, "none", [text] if answered else []
     moved = difference(arm.before, arm.after)
     if moved is None:
-        return None, "none", ["The server's counters were reset meanwhile: no acceptance."]
+        text = "The server's counters were reset or contradict each other: no acceptance."
+        return None, "none", [text]
     if arm.resumed:
         text = "Taken up from an earlier process, so the server's counters cover a part only"
         return None, "none", [f"{text}: no acceptance."]
@@ -201,7 +202,12 @@ def _quality(arm: Arm, graded: dict[str, bool | None] | None) -> Quality | None:
         graded=len(graded),
         right=sum(right is True for right in graded.values()),
         unreadable=sum(right is None for right in graded.values()),
+        cut=len({t.question for t in arm.turns if _cut(t)} & set(graded)),
     )
+
+
+def _cut(turn: Turn) -> bool:
+    return turn.answer is not None and turn.answer.finish == TRUNCATED
 
 
 def _told(arm: Arm, failed: Sequence[Turn], answers: Sequence[Answer]) -> list[str]:
@@ -213,8 +219,7 @@ def _told(arm: Arm, failed: Sequence[Turn], answers: Sequence[Answer]) -> list[s
             f"{len(failed)} of {len(arm.turns)} turns failed ({late} by timeout), for example: "
             f"{first}"
         )
-    cut = sum(a.finish == TRUNCATED for a in answers)
-    if cut:
+    if cut := sum(a.finish == TRUNCATED for a in answers):
         notices.append(f"{cut} of {len(answers)} answers were cut at the limit of tokens.")
     told = [a.accepted for a in answers if a.accepted is not None]
     if told and not any(accepted.drafted for accepted in told):

@@ -77,8 +77,8 @@ def compare_results(
         DataError: no benchmark was measured by both with the same definition and settings.
     """
     first, second = _arms(a), _arms(b)
-    shared = [key for key in first if key in second]
     told = [*notices, *_unlike(first, second)]
+    shared = [key for key in first if key in second]
     if not shared:
         raise DataError(
             expected="results with a benchmark in common, measured alike",
@@ -119,7 +119,9 @@ def stack_differences(a: SuiteResults, b: SuiteResults) -> list[str]:
         ("settings", a.settings.model_dump(), b.settings.model_dump()),
         ("machine", a.made.get("machine", {}), b.made.get("machine", {})),
     ):
-        for key in sorted({*one, *other} - {"url", "grade", "skip_missing", "tries"}):
+        for key in sorted(
+            {*one, *other} - {"url", "grade", "skip_missing", "tries", "timeout", "note"}
+        ):
             if one.get(key) != other.get(key):
                 found.append(f"{where} {key}: {one.get(key)!r} and {other.get(key)!r}")
     return found

@@ -70,12 +70,16 @@ class SpeedFigures(Frozen):
 
 
 class Quality(Frozen):
-    """Graded answers: ``right`` of ``graded``; the rest had no answer to compare with."""
+    """Graded answers: ``right`` of ``graded`` (the others had nothing to be compared with).
+
+    ``cut`` of them ended at the limit of tokens, ``unreadable`` hold no answer: neither is right.
+    """
 
     grader: str
     graded: NonNegativeInt
     right: NonNegativeInt
     unreadable: NonNegativeInt
+    cut: NonNegativeInt
 
 
 class PromptRow(Frozen):

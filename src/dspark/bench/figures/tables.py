@@ -72,7 +72,7 @@ def _detail(arm: ArmFigures) -> list[str]:
         number(speed.tokens_per_second if speed else None, 1),
         number(1000 * speed.first.p50 if speed and speed.first else None, 0),
         number(1000 * speed.each.p50 if speed and speed.each else None, 1),
-        f"{quality.right} of {quality.graded}" if quality else "-",
+        "-" if quality is None else f"{quality.right} of {quality.graded}",
         f"{arm.truncated} of {arm.turns}",
         str(arm.failed),
     ]

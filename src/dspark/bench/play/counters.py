@@ -16,6 +16,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic import ValidationError
+
 from dspark.bench.play.turn import Accepted, Counters
 
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\S+)?$")
@@ -48,7 +50,7 @@ def parse_metrics(text: str, model: str | None = None) -> Counters | None:
     if f"{_PREFIX}drafts" not in totals:
         return None
     offered = totals.get(f"{_PREFIX}draft_tokens", 0.0)
-    accepted = Accepted(
+    accepted = _counted(
         steps=int(totals[f"{_PREFIX}drafts"]),
         # vLLM's figure is what was offered to verification; ours keeps the two apart.
         drafted=int(totals.get("dspark:drafted_tokens", offered)),
@@ -57,6 +59,8 @@ def parse_metrics(text: str, model: str | None = None) -> Counters | None:
         accepted_at=_slots(slots["accepted"], totals.get(f"{_PREFIX}accepted_tokens", 0)),
         admitted_at=_slots(slots["admitted"], None),
     )
+    if accepted is None:
+        return None
     return Counters(
         source="vllm-counters",
         accepted=accepted,
@@ -86,20 +90,22 @@ def parse_mtp_stats(text: str) -> Counters | None:
         sum(count for n, count in spread.items() if n > slot)
         for slot in range(max(spread, default=0))
     )
-    return Counters(
-        source="atom-counters",
-        accepted=Accepted(
-            steps=sum(spread.values()),
-            drafted=drafted,
-            admitted=_whole(raw.get("total_admitted_tokens")),
-            accepted=total,
-            accepted_at=at if sum(at) == total else None,
-        ),
+    accepted = _counted(
+        steps=sum(spread.values()),
+        drafted=drafted,
+        admitted=_whole(raw.get("total_admitted_tokens")),
+        accepted=total,
+        accepted_at=at if sum(at) == total else None,
     )
+    return None if accepted is None else Counters(source="atom-counters", accepted=accepted)
 
 
 def difference(before: Counters, after: Counters) -> Counters | None:
-    """What happened between two readings; None where a counter went down (it was reset)."""
+    """What happened between two readings.
+
+    None where a counter went down (it was reset) or counts contradict each other (read while a step
+    was being counted).
+    """
     parts: dict[str, Any] = {}
     for name in ("steps", "drafted", "admitted", "accepted"):
         old, new = getattr(before.accepted, name), getattr(after.accepted, name)
@@ -124,9 +130,12 @@ def difference(before: Counters, after: Counters) -> Counters | None:
     for name in ("requests", "tokens"):
         old, new = getattr(before, name), getattr(after, name)
         whole[name] = None if old is None or new is None else new - old
+    accepted = _counted(**parts)
+    if accepted is None:
+        return None
     return Counters(
         source=after.source,
-        accepted=Accepted(**parts),
+        accepted=accepted,
         requests=whole["requests"],
         tokens=whole["tokens"],
         running=after.running,
@@ -149,6 +158,14 @@ def foreign_traffic(moved: Counters, answers: int, tokens: int, block: int) -> s
     if moved.running:
         return f"{moved.running} requests were still running when ours had ended"
     return None
+
+
+def _counted(**counts: Any) -> Accepted | None:
+    """None where the counts contradict each other: a page may be read in the middle of a step."""
+    try:
+        return Accepted(**counts)
+    except ValidationError:
+        return None
 
 
 def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:

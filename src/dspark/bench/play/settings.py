@@ -31,6 +31,7 @@ class SuiteSettings(Frozen):
         tries: of one request that fails before its first piece.
         skip_missing: measure the tasks whose data is at hand and name the others.
         grade: check answers where the data holds what is needed.
+        note: shown with the results; what else the machine was doing, say.
     """
 
     temperatures: tuple[Temperature, ...] = Field(default=(0.0, 1.0), min_length=1)
@@ -45,6 +46,7 @@ class SuiteSettings(Frozen):
     tries: PositiveInt = 4
     skip_missing: bool = False
     grade: bool = True
+    note: str | None = None
 
 
 def settings_from(overrides: list[str]) -> SuiteSettings:
