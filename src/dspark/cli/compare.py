@@ -40,6 +40,7 @@ from dspark.cli.suite_bench import (
 from dspark.cli.suite_stack import Stack, engine_stack, server_stack
 from dspark.config.load import read_json_object
 from dspark.errors import ArtifactError, ConfigError, DataError
+from dspark.pairing import check_pair
 
 PLAIN = "no draft"
 Identities = dict[tuple[str, float], list[Identity]]
@@ -171,7 +172,12 @@ async def _stacks(
             fix="Name two of one kind.",
         )
     target = load_target_of(folders[0], request.suite.target, screen)
-    load_target_of(folders[1], request.suite.target, screen)  # refuses a draft of another target
+    check_pair(
+        folders[1],
+        target,
+        lambda text: screen.stage("warning", text),
+        named=request.suite.target is not None,
+    )
     names = _names(folders)
     stacks = [
         engine_stack(target, folder, settings, name)

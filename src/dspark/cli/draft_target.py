@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dspark.checkpoint.published import read_config
 from dspark.checkpoint.target import LoadedTarget, load_target
 from dspark.cli.console import Screen
 from dspark.pairing import check_pair, target_section
@@ -23,6 +24,7 @@ def load_target_of(
     """
     section = target_section(folder, other)
     if max_context is not None:
+        config, _ = read_config(folder)
         longest = max(section.max_context, min(max_context, config.max_position_embeddings))
         section = section.model_copy(update={"max_context": longest})
     with screen.bar(f"loading {section.source}", None):

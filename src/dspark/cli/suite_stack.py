@@ -21,10 +21,10 @@ from dspark.checkpoint.published import CONFIG, read_config
 from dspark.checkpoint.target import LoadedTarget
 from dspark.cli.bench_engine import EnginePlayer
 from dspark.cli.origin import versions
-from dspark.cli.provenance import target_identity
 from dspark.client import Client, Endpoint, Retry, Timeouts
 from dspark.config.engine import EngineOptions
 from dspark.errors import EndpointError
+from dspark.pairing import target_identity
 
 KEY_VARIABLE = "DSPARK_API_KEY"
 _CACHE_DTYPE = re.compile(r'vllm:cache_config_info\{[^}]*cache_dtype="([^"]*)"')
