@@ -191,6 +191,26 @@ def test_the_second_turn_is_asked_with_the_servers_own_first_answer() -> None:
     assert len({b["seed"] for b in bodies}) == 6
 
 
+def test_a_server_without_a_switch_for_thinking_is_asked_again_and_it_is_said() -> None:
+    def chat(seen: Seen) -> Reply:
+        if "chat_template_kwargs" in seen.body:
+            return Reply({"error": "unrecognized: chat_template_kwargs"}, status=400)
+        return stream(dspark=OURS) if seen.body.get("return_acceptance") else stream()
+
+    async def asked(url: str) -> tuple[Any, list[str]]:
+        endpoint = Endpoint(url)
+        async with Client([endpoint]) as client:
+            await client.connect()
+            player = HttpPlayer(client, endpoint, one_by_one=True)
+            answer = await warm_up(player, TASK, QUESTIONS, SuiteSettings())
+            return answer, player.notices
+
+    with server(chat) as running:
+        answer, told = asyncio.run(asked(running.url))
+    assert answer.source == "dspark", "the other wishes were kept"
+    assert told == ["The server takes no switch for thinking: its template's default was used."]
+
+
 def test_a_strict_server_is_asked_again_without_fields_it_does_not_know() -> None:
     def chat(seen: Seen) -> Reply:
         if "return_acceptance" in seen.body:

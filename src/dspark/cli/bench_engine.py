@@ -20,10 +20,15 @@ class EnginePlayer:
 
     def __init__(self, engine: Engine, *, context: int) -> None:
         self.engine, self.context = engine, context
+        self._told: list[str] = []
 
     @property
     def gone(self) -> str | None:
         return None
+
+    @property
+    def notices(self) -> list[str]:
+        return self._told
 
     async def counters(self) -> Counters | None:
         return None  # every answer brings its own counts
@@ -35,6 +40,10 @@ class EnginePlayer:
             DecodingError: the prompt leaves no room for an answer.
         """
         ids = encode(self.engine, ask)
+        if ask.thinking == "on" and not self._told:
+            off = encode(self.engine, ask.model_copy(update={"thinking": "off"}))
+            if ids == off:
+                self._told.append("The chat template has no switch for thinking.")
         room = self.context - len(ids)
         if room < 1:
             raise DecodingError(

@@ -224,7 +224,7 @@ def results_of(
         missing=missing,
         answers=None if answers is None else answers.name,
         answers_sha256=None if answers is None else sha256_file(answers)[1],
-        notices=(*stack.notices, *_told(stack, settings, arms)),
+        notices=(*stack.player.notices, *_told(stack, settings, arms)),
     )
     if request.out is not None:
         atomic_json(request.out, results.model_dump(mode="json", by_alias=True))

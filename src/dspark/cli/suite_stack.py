@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,6 @@ class Stack:
     draft: dict[str, Any]
     context: int | None
     count: Callable[[str], int] | None = None
-    notices: list[str] = field(default_factory=list)
 
 
 def engine_stack(

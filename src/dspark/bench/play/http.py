@@ -22,8 +22,9 @@ from dspark.bench.play.turn import Accepted, Answer, Ask, Counters, Where
 from dspark.client import Chunk, Client, Endpoint, Usage
 from dspark.errors import EndpointError
 
-# Fields of a request beyond OpenAI's: token ids (vLLM, ours), acceptance (ours).
-WISHES = ("return_token_ids", "return_acceptance")
+# Fields of a request beyond OpenAI's: token ids (vLLM, ours), acceptance (ours), thinking (vLLM,
+# SGLang).
+WISHES = ("return_token_ids", "return_acceptance", "chat_template_kwargs")
 # Template variables by which models are told to think; a template ignores those it does not know.
 _THINKING = ("enable_thinking", "thinking")
 
@@ -67,13 +68,13 @@ class HttpPlayer:
         """
         before = await self.counters() if self.one_by_one and self._paths else None
         start = time.monotonic()
-        try:
-            parts = await self._streamed(ask)
-        except EndpointError as error:
-            if self._understood or not self.wishes or "HTTP 4" not in error.found:
-                raise
-            self.wishes, start = (), time.monotonic()
-            parts = await self._streamed(ask)
+        while True:
+            try:
+                parts = await self._streamed(ask)
+                break
+            except EndpointError as error:
+                self._wish_less(error)
+                start = time.monotonic()
         self._understood = True
         seconds = time.monotonic() - start
         if parts.finish is None:
@@ -97,9 +98,23 @@ class HttpPlayer:
             source=source,
         )
 
+    def _wish_less(self, error: EndpointError) -> None:
+        """Leave out the fields that a refusal names, or all; raise where it is about others."""
+        if self._understood or not self.wishes or "HTTP 4" not in error.found:
+            raise error
+        named = [name for name in self.wishes if name in error.found] or list(self.wishes)
+        self.wishes = tuple(name for name in self.wishes if name not in named)
+
+    @property
+    def notices(self) -> list[str]:
+        """What the server could not be asked for."""
+        if "chat_template_kwargs" in self.wishes:
+            return []
+        return ["The server takes no switch for thinking: its template's default was used."]
+
     async def _streamed(self, ask: Ask) -> _Parts:
         parts = _Parts()
-        body = _body(ask) | dict.fromkeys(self.wishes, True)
+        body = _body(ask, self.wishes)
         stream = self.client.stream("chat", body, endpoint=self.endpoint)
         # A generator: left early (a timeout), it must close its connection now, not some day.
         async with aclosing(cast(AsyncGenerator[Chunk, None], stream)) as chunks:
@@ -201,7 +216,7 @@ def _vllm(raw: Mapping[str, Any]) -> Accepted:
     )
 
 
-def _body(ask: Ask) -> dict[str, Any]:
+def _body(ask: Ask, wishes: tuple[str, ...]) -> dict[str, Any]:
     body: dict[str, Any] = {
         "messages": [dict(message) for message in ask.messages],
         "temperature": ask.temperature,
@@ -209,7 +224,8 @@ def _body(ask: Ask) -> dict[str, Any]:
         "max_tokens": ask.max_tokens,
         "seed": ask.seed,
     }
-    if ask.thinking != "default":
+    body |= {name: True for name in wishes if name != "chat_template_kwargs"}
+    if ask.thinking != "default" and "chat_template_kwargs" in wishes:
         body["chat_template_kwargs"] = dict.fromkeys(_THINKING, ask.thinking == "on")
     return body
 

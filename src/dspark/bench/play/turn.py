@@ -130,3 +130,7 @@ class Player(Protocol):
     @property
     def gone(self) -> str | None:
         """Why no further request can be answered; None while it lives."""
+
+    @property
+    def notices(self) -> list[str]:
+        """What a reader of its figures must know."""
