@@ -13,6 +13,24 @@ from dspark.artifacts.made import Attempt, Made
 from dspark.artifacts.manifest import FileEntry, Parent
 from dspark.artifacts.record import Done, StageRecord
 from dspark.bench.curves import Evaluation, Training, TrainingStep
+from dspark.bench.figures.comparison import (
+    Comparison,
+    Divergence,
+    Identity,
+    Overall,
+    PairFigures,
+)
+from dspark.bench.figures.schema import (
+    Acceptance,
+    ArmFigures,
+    PromptRow,
+    Quality,
+    SpeedFigures,
+    Spread,
+    SuiteResults,
+)
+from dspark.bench.play.turn import Accepted, Turn
+from dspark.bench.play.turn import Answer as SuiteAnswer
 from dspark.bench.results import Bench, BenchArm, Lineage, LineageEntry, Summary, SummaryResult
 from dspark.checkpoint.published import FIXED, FORBIDDEN, INERT
 from dspark.checkpoint.tensorfile import ITEM_BYTES
@@ -66,6 +84,26 @@ def section(title: str) -> set[str]:
         (
             "bench.json, results.json, summary.json, lineage.json",
             [Bench, BenchArm, SummaryResult, Summary, Lineage, LineageEntry],
+        ),
+        (
+            "Results of suites",
+            [
+                SuiteResults,
+                ArmFigures,
+                Acceptance,
+                SpeedFigures,
+                Spread,
+                Quality,
+                PromptRow,
+                Turn,
+                SuiteAnswer,
+                Accepted,
+                Comparison,
+                PairFigures,
+                Overall,
+                Identity,
+                Divergence,
+            ],
         ),
     ],
 )

@@ -144,7 +144,8 @@ async def opened(
     assert request.draft is not None
     longest = LENGTHS[-1] if request.long else None
     target = load_target_of(request.draft, request.target, screen, max_context=longest)
-    yield engine_stack(target, request.draft, settings, request.draft.name)
+    folder = request.draft.resolve()
+    yield engine_stack(target, request.draft, settings, f"{folder.parent.name}/{folder.name}")
 
 
 async def _measure(

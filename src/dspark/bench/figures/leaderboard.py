@@ -14,7 +14,8 @@ Every row below was measured by `dspark bench` and is rendered from a file in `b
 by `dspark leaderboard`; nothing is typed in by hand. Acceptance length is 1 + accepted / steps,
 pooled over steps, with a 95 % bootstrap interval over prompts. Lengths depend on the engine, the
 prompts, the sampling and the limit of tokens: compare on one stack only, best with
-`dspark compare`. Which prompts a benchmark asks is in `src/dspark/bench/tasks/definitions/`.
+`dspark compare`. Which prompts a benchmark asks is in `src/dspark/bench/tasks/definitions`; how
+to measure is in [measuring.md](measuring.md).
 """
 
 

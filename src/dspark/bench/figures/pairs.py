@@ -112,8 +112,11 @@ def compare_results(
 
 
 def stack_differences(a: SuiteResults, b: SuiteResults) -> list[str]:
-    """What differs besides the draft: every such line makes the comparison unfair."""
-    found = []
+    """What differs besides the draft: every such line makes the comparison unfair.
+
+    What only one side tells (a server tells little) is named in one line at the end.
+    """
+    found, untold = [], []
     for where, one, other in (
         ("stack", a.stack, b.stack),
         ("settings", a.settings.model_dump(), b.settings.model_dump()),
@@ -122,9 +125,11 @@ def stack_differences(a: SuiteResults, b: SuiteResults) -> list[str]:
         for key in sorted(
             {*one, *other} - {"url", "grade", "skip_missing", "tries", "timeout", "note"}
         ):
-            if one.get(key) != other.get(key):
+            if (one.get(key) is None) != (other.get(key) is None):
+                untold.append(f"{where} {key}")
+            elif one.get(key) != other.get(key):
                 found.append(f"{where} {key}: {one.get(key)!r} and {other.get(key)!r}")
-    return found
+    return [*found, f"told by one side only: {', '.join(untold)}"] if untold else found
 
 
 def _arms(results: SuiteResults) -> Keyed:
