@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NoReturn
@@ -82,6 +83,17 @@ def run_bench(options: BenchOptions, stage: Callable[[Path, list[str]], None]) -
     _suite(options, source, overrides, wants_suite)
 
 
+@contextmanager
+def resumable(out: Path | None) -> Iterator[None]:
+    """Ctrl-C says what is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = "Run the same command again to resume." if out else "Nothing was kept: no --out."
+        typer.echo(f"\nInterrupted. {kept}", err=True)
+        raise typer.Exit(130) from None
+
+
 def split_arguments(arguments: tuple[str, ...]) -> tuple[list[str], list[str]]:
     """Things to measure, and ``key=value`` settings."""
     values = [a for a in arguments if "=" in a and not Path(a).exists() and "://" not in a]
@@ -105,7 +117,8 @@ def _suite(
         long=options.long,
         plan=options.plan,
     )
-    results = bench_suite(request, overrides, screen)
+    with resumable(options.out):
+        results = bench_suite(request, overrides, screen)
     if results is None:
         return
     if options.as_json:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from dspark.bench.figures.comparison import Comparison, Identity
 from dspark.bench.figures.tables import pair_rows
-from dspark.cli.bench_verb import split_arguments, table, wide_console
+from dspark.cli.bench_verb import resumable, split_arguments, table, wide_console
 from dspark.cli.compare import CompareRequest, compare, compare_table, comparison_json
 from dspark.cli.console import Screen
 from dspark.cli.suite_bench import SuiteRequest
@@ -62,7 +62,8 @@ def run_compare(options: CompareOptions) -> None:
         out=options.out,
     )
     screen = Screen(Console(stderr=True))
-    comparison, _ = compare(request, overrides, screen)
+    with resumable(options.out):
+        comparison, _ = compare(request, overrides, screen)
     if options.as_json:
         typer.echo(comparison_json(comparison))
     else:
