@@ -59,6 +59,12 @@ def test_tokens_per_forward_counts_forwards_without_a_draft_too() -> None:
     assert found.tokens_per_forward == 10 / 7
 
 
+def test_an_answer_that_ends_in_an_accepted_run_has_no_forward_less() -> None:
+    found = add_up([Counted("a", counts([3, 3]), tokens=1 + 4 + 3)], seed=0)
+    assert found is not None
+    assert found.tokens_per_forward == 7 / 2
+
+
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=2, max_size=6))
 def test_the_interval_holds_the_figure_and_slots_sum_to_it(steps: list[list[int]]) -> None:
     parts = [Counted(str(i), counts(own)) for i, own in enumerate(steps)]

@@ -15,7 +15,7 @@ from dspark import __version__
 from dspark.api import Engine
 from dspark.artifacts import sha256_file
 from dspark.bench.play.http import HttpPlayer
-from dspark.bench.play.settings import SuiteSettings
+from dspark.bench.play.settings import SuiteSettings, require_server_settings
 from dspark.bench.play.turn import Player
 from dspark.checkpoint.published import CONFIG, read_config
 from dspark.checkpoint.target import LoadedTarget
@@ -54,7 +54,12 @@ def engine_stack(
         CheckpointError, TargetError: draft and target do not fit together.
     """
     # Every question is asked several times: with cached prompts, first tokens would come too soon.
-    options = EngineOptions(max_requests=settings.concurrency, prefix_cache=False)
+    options = EngineOptions(
+        max_requests=settings.concurrency,
+        prefix_cache=False,
+        verification=settings.verification,
+        draft_sample_method=settings.draft_sample_method,
+    )
     engine = Engine(target, draft, options=options)
     context = target.max_context
     fingerprint = {
@@ -105,8 +110,10 @@ async def server_stack(
     """An OpenAI-compatible server. Its key is read from the variable ``DSPARK_API_KEY``.
 
     Raises:
+        ConfigError: settings of our own engine.
         EndpointError: it is not there, or serves another model.
     """
+    require_server_settings(settings)
     endpoint = Endpoint(url, model, os.environ.get(KEY_VARIABLE), settings.concurrency)
     retry = Retry(attempts=settings.tries, first=0.5, most=5.0)
     timeouts = Timeouts(read=settings.timeout)

@@ -117,13 +117,17 @@ def _conditional(total: Accepted) -> tuple[float | None, ...] | None:
 
 
 def _forward_rate(parts: Sequence[Counted]) -> float | None:
-    """Each forward gives its accepted tokens and one more; the first token is the prompt's."""
-    whole = [(part.tokens, part.counts.accepted) for part in parts if part.tokens]
+    """Tokens behind the first, which is the prompt's own, by the forwards that gave them.
+
+    Each forward gives its accepted tokens and one more, so the rest of the tokens tells how many
+    forwards drafted nothing. A last step that ends in its accepted run gives no more: there are never
+    fewer forwards than steps.
+    """
+    whole = [(part.tokens - 1, part.counts) for part in parts if part.tokens]
     if len(whole) < sum(part.counts.steps > 0 for part in parts) or not whole:
         return None
-    behind = sum(tokens - 1 for tokens, _ in whole if tokens)
-    forwards = behind - sum(accepted for _, accepted in whole)
-    return behind / forwards if forwards > 0 else None
+    forwards = sum(max(own.steps, behind - own.accepted) for behind, own in whole)
+    return sum(behind for behind, _ in whole) / forwards if forwards else None
 
 
 def mean_interval(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
@@ -31,6 +31,8 @@ class SuiteSettings(Frozen):
         tries: of one request that fails before its first piece.
         skip_missing: measure the tasks whose data is at hand and name the others.
         grade: check answers where the data holds what is needed.
+        verification, draft_sample_method: of our own engine; refused with a server, which was
+            started with its own.
         note: shown with the results; what else the machine was doing, say.
     """
 
@@ -46,7 +48,28 @@ class SuiteSettings(Frozen):
     tries: PositiveInt = 4
     skip_missing: bool = False
     grade: bool = True
+    verification: Literal["standard", "block"] = "block"
+    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     note: str | None = None
+
+
+ENGINE_ONLY = ("verification", "draft_sample_method")
+
+
+def require_server_settings(settings: SuiteSettings) -> None:
+    """Refuse what a server would not do, instead of leaving it out in silence.
+
+    Raises:
+        ConfigError: a setting of our own engine.
+    """
+    for name in ENGINE_ONLY:
+        if name in settings.model_fields_set:
+            raise ConfigError(
+                expected=f"{name} with a draft folder: a server is started with its own",
+                found=f"{name}={getattr(settings, name)} with a server",
+                where="dspark bench",
+                fix=f"Leave {name} out, and start the server with it.",
+            )
 
 
 def settings_from(overrides: list[str]) -> SuiteSettings:
