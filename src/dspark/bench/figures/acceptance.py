@@ -120,8 +120,8 @@ def _forward_rate(parts: Sequence[Counted]) -> float | None:
     """Tokens behind the first, which is the prompt's own, by the forwards that gave them.
 
     Each forward gives its accepted tokens and one more, so the rest of the tokens tells how many
-    forwards drafted nothing. A last step that ends in its accepted run gives no more: there are never
-    fewer forwards than steps.
+    forwards drafted nothing. A last step that ends in its accepted run gives no more: there are
+    never fewer forwards than steps.
     """
     whole = [(part.tokens - 1, part.counts) for part in parts if part.tokens]
     if len(whole) < sum(part.counts.steps > 0 for part in parts) or not whole:
