@@ -10,7 +10,7 @@ from dspark.client import Endpoint
 from dspark.config.answers import RegenerateSection
 from dspark.data.answer_report import AnswerReport
 from dspark.data.prompt import Prompt, make_prompt
-from dspark.data.regenerate import Answering, regenerate
+from dspark.data.regenerate import Answerer, regenerate
 from dspark.data.renderer import Renderer
 from dspark.data.served import Served
 from dspark.data.witness import Witness
@@ -34,7 +34,7 @@ def served(tokenizer: Any, section: RegenerateSection, ends: Sequence[int] = ())
 
 
 def answers_of(
-    prompts: list[Prompt], answering: Answering, section: RegenerateSection, folder: Path
+    prompts: list[Prompt], answering: Answerer, section: RegenerateSection, folder: Path
 ) -> tuple[list[Answer], AnswerReport]:
     folder.mkdir(parents=True, exist_ok=True)
     report = regenerate(lambda: prompts, answering, section, folder)

@@ -13,10 +13,10 @@ from dspark.artifacts import read_manifest
 from dspark.cli.context import RunContext, StageResult
 from dspark.config.resolve import layer_ids
 from dspark.data.answer_report import AnswerReport
-from dspark.data.chat import end_of_turn_ids
+from dspark.data.chat import end_ids
 from dspark.data.conversation import EMBEDDED, Maker
 from dspark.data.embedded import Embedded
-from dspark.data.regenerate import UNFINISHED, Answering, regenerate
+from dspark.data.regenerate import UNFINISHED, Answerer, regenerate
 from dspark.data.renderer import Renderer
 from dspark.data.self_instruct import OnResult, working_files, write_all_turns
 from dspark.data.served import Served, endpoints_of, write_served
@@ -29,9 +29,9 @@ from dspark.engine.generate import BatchGenerator
 def run_answers(run: RunContext, folder: Path) -> StageResult:
     """The target answers the training prompts: in this process, or behind the recipe's servers."""
     target, section = run.target, run.recipe.regenerate
-    renderer = Renderer(target.tokenizer, _end_ids(run), section)
+    renderer = Renderer(target.tokenizer, end_ids(target), section)
     revision = run.fetched_files.revision
-    answering: Answering
+    answering: Answerer
     if section.endpoints:
         answering = Served(endpoints_of(section), section, Witness(renderer, revision))
     else:
@@ -67,7 +67,7 @@ def write_user_turns(run: RunContext, folder: Path) -> None:
     sources = recipe.prompts.sources
     if not working_files(sources):
         return
-    section, ends = recipe.regenerate, _end_ids(run)
+    section, ends = recipe.regenerate, end_ids(target)
 
     def write(requests: list[GenerationRequest], stop_ids: Collection[int], keep: OnResult) -> None:
         if section.endpoints:
@@ -80,7 +80,3 @@ def write_user_turns(run: RunContext, folder: Path) -> None:
 
     with run.screen.bar("target writes user turns", None) as bar:
         write_all_turns(sources, folder, target.tokenizer, ends, write, bar.advance)
-
-
-def _end_ids(run: RunContext) -> frozenset[int]:
-    return end_of_turn_ids(run.target.tokenizer, list(run.target.end_ids) or None)

@@ -28,7 +28,7 @@ Prompts = Callable[[], Iterable[Prompt]]
 """The prompts, in their order, as often as they are wanted."""
 
 
-class Answering(Protocol):
+class Answerer(Protocol):
     """Brings conversations to their end and calls back for each; returns endpoints it lost."""
 
     @property
@@ -42,7 +42,7 @@ class Answering(Protocol):
 
 def regenerate(
     prompts: Prompts,
-    answering: Answering,
+    answering: Answerer,
     section: RegenerateSection,
     folder: Path,
     on_answer: Callable[[int], None] = lambda _: None,
@@ -67,7 +67,7 @@ def regenerate(
 
 def _answer_missing(
     prompts: Prompts,
-    answering: Answering,
+    answering: Answerer,
     section: RegenerateSection,
     journal: Journal,
     on_answer: Callable[[int], None],
@@ -137,4 +137,4 @@ def _notes(section: RegenerateSection) -> tuple[str, ...]:
     return tuple(notes)
 
 
-__all__ = ["UNFINISHED", "Answering", "regenerate"]
+__all__ = ["UNFINISHED", "Answerer", "regenerate"]
