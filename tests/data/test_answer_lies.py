@@ -211,3 +211,32 @@ def test_a_turn_beyond_the_servers_context_is_not_asked(tmp_path: Path) -> None:
     assert [row.prompt for row in rows] == [prompts[0].id, prompts[2].id]
     assert report.dropped == {"context": 1}
     assert report.later_turns_left == {"context": 1}
+
+
+def test_a_server_that_hides_its_context_length_refuses_only_what_is_too_long(
+    tmp_path: Path,
+) -> None:
+    def refuses(reply: dict[str, Any], seen: Seen) -> Any:
+        if len(reply["prompt_token_ids"]) <= 60:
+            return reply
+        return Reply({"message": "This model's maximum context length is 60 tokens."}, status=400)
+
+    prompts = asked(["short"], ["x" * 200])
+    with scripted(server_of(refuses)) as running:
+        section = section_of(running.url, max_new_tokens=20)
+        rows, report = answers_of(prompts, served(TOKENIZER, section), section, tmp_path)
+    assert len(rows) == 1
+    assert report.dropped == {"context": 1}
+
+
+@pytest.mark.parametrize("text", [" yes \n", "yes�", "é", "好"])
+def test_trimmed_white_space_and_half_characters_are_no_lie(text: str, tmp_path: Path) -> None:
+    def trims(reply: dict[str, Any], seen: Seen) -> dict[str, Any]:
+        message = choice(reply)["message"]
+        message["content"] = message["content"].strip()
+        return reply
+
+    with scripted(server_of(trims, answer=lambda _: text * 5)) as running:
+        section = section_of(running.url, max_new_tokens=7)  # cuts within a character
+        rows, _ = answers_of(PROMPTS[:2], served(TOKENIZER, section), section, tmp_path)
+    assert all(row.trained == 7 for row in rows)

@@ -167,6 +167,8 @@ def inspect(
 ) -> None:
     """Show what a recipe makes or a folder holds, where it came from, and whether it is whole."""
     if rows is not None:
+        if as_json or deep:
+            raise typer.BadParameter("--rows shows rows only: leave --json and --deep out")
         from dspark.cli.show_rows import inspect_rows
 
         inspect_rows(path, rows, seed, tokenizer)

@@ -8,10 +8,13 @@ the server, which is named: it never becomes an empty answer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dspark.errors import EndpointError
+
+# What drafting did: vLLM's per-request figures, and our own server's.
+EXTRA = ("metrics", "dspark")
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ class Chunk:
     """A piece of a streamed reply; ``at`` is when it came (``time.monotonic()``, seconds).
 
     ``choice`` is None in pieces that carry no text (usage, keep-alives). A token of an unfinished
-    character gives a piece with ids and without text.
+    character gives a piece with ids and without text. ``extra`` holds a server's own fields of
+    ``EXTRA``, as they came.
     """
 
     endpoint: str
@@ -76,6 +80,7 @@ class Chunk:
     index: int
     prompt_ids: tuple[int, ...] | None
     usage: Usage | None
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def parse_completion(raw: Any, endpoint: str) -> Completion:
@@ -109,6 +114,8 @@ def parse_chunk(raw: Any, endpoint: str, at: float) -> Chunk:
     if raw.get("error"):
         raise malformed(endpoint, "a stream without an error", f"{raw['error']!r:.300}")
     choices = raw.get("choices") or []
+    if not isinstance(choices, list):
+        raise malformed(endpoint, "choices as a list", f"{choices!r:.200}")
     first = choices[0] if choices else None
     return Chunk(
         endpoint=endpoint,
@@ -118,6 +125,7 @@ def parse_chunk(raw: Any, endpoint: str, at: float) -> Chunk:
         index=0 if first is None else _index(first, endpoint),
         prompt_ids=_prompt_ids(raw, first or {}, endpoint),
         usage=_usage(raw.get("usage"), endpoint),
+        extra={name: raw[name] for name in EXTRA if raw.get(name) is not None},
     )
 
 
@@ -146,6 +154,7 @@ def _index(choice: Any, endpoint: str) -> int:
 
 def _choice(raw: dict[str, Any], part: str, endpoint: str) -> Choice:
     """``part`` is where chat puts the text; a plain completion has it in the choice itself."""
+    _require_object(raw, endpoint)
     message = raw.get(part)
     if message is None:
         message = {"content": raw.get("text")}

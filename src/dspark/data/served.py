@@ -161,11 +161,17 @@ class _Work:
         if self.length is not None and len(expected) + new_tokens > self.length:
             conversation.end("context")
             return
-        if ask.so_far is None:
-            reply = await client.request("chat", self._chat(ask))
-        else:
-            body = {"prompt": list(ask.so_far), **_sampling(ask.params)}
-            reply = await client.request("completion", body)
+        try:
+            if ask.so_far is None:
+                reply = await client.request("chat", self._chat(ask))
+            else:
+                body = {"prompt": list(ask.so_far), **_sampling(ask.params)}
+                reply = await client.request("completion", body)
+        except EndpointError as error:
+            if not _too_long(error):
+                raise
+            conversation.end("context")
+            return
         self._check_model(client, reply)
         finish = reply.choices[0].finish_reason
         if finish not in {"stop", "length", "tool_calls", "function_call"}:
@@ -196,6 +202,14 @@ class _Work:
             before = served[endpoint.url]
             if now.get(before.id) != before:
                 raise _changed(endpoint.url, f"{before} to the end", str(now.get(before.id)))
+
+
+def _too_long(error: EndpointError) -> bool:
+    """Whether a server that does not tell its context length refused a prompt for it."""
+    said = error.found.lower()
+    return error.status in {400, 413, 422} and (
+        "context length" in said or "context window" in said or "maximum context" in said
+    )
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:
