@@ -58,6 +58,11 @@ def other_text(reply: dict[str, Any], seen: Seen) -> dict[str, Any]:
     return reply
 
 
+def no_token(reply: dict[str, Any], seen: Seen) -> dict[str, Any]:
+    choice(reply)["token_ids"][0] = 10**12
+    return reply
+
+
 LIES: dict[str, tuple[Spoil, str]] = {
     "no prompt ids": (set_reply(prompt_token_ids=None), "prompt_token_ids in the reply"),
     "no answer ids": (set_choice(token_ids=None), "token_ids in the reply"),
@@ -71,6 +76,7 @@ LIES: dict[str, tuple[Spoil, str]] = {
         "3 gen",
     ),
     "a cut answer that is called whole": (stripped_end, "end-of-turn id"),
+    "an id that is no token": (no_token, "1000000000000"),
     "more ids than asked": (set_choice(token_ids=[65] * 400), "mismatch"),
 }
 

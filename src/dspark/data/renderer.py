@@ -20,6 +20,7 @@ class Renderer:
     ) -> None:
         self.tokenizer = tokenizer
         self.end_ids = frozenset(end_ids)
+        self.largest_id = max(tokenizer.get_vocab().values())
         self.variables: dict[str, Any] = dict(section.template_options)
         if section.effort is not None:
             self.variables["reasoning_effort"] = section.effort

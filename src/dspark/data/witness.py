@@ -119,6 +119,9 @@ class Witness:
         usage = said.usage
         if usage is not None and usage.completion != len(ids):
             self._lie(where, f"{usage.completion} generated ids, as its usage says", len(ids))
+        largest = self.renderer.largest_id
+        if max(ids, default=0) > largest:
+            self._lie(where, f"ids of the target's tokens, at most {largest}", max(ids))
         if len(ids) > ask.params.max_new_tokens:
             self._lie(where, f"at most {ask.params.max_new_tokens} generated ids", len(ids))
 
