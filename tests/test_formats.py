@@ -35,6 +35,7 @@ from dspark.bench.results import Bench, BenchArm, Lineage, LineageEntry, Summary
 from dspark.checkpoint.published import FIXED, FORBIDDEN, INERT
 from dspark.checkpoint.tensorfile import ITEM_BYTES
 from dspark.config.architecture import K3DraftConfig, Qwen3DraftConfig, RopeParameters
+from dspark.data.answer_report import AnswerCategory, AnswerMaker, AnswerReport
 from dspark.data.prompt import Prompt
 from dspark.data.prompt_report import (
     CategoryReport,
@@ -46,7 +47,7 @@ from dspark.data.prompt_report import (
     PromptReport,
     SourceReport,
 )
-from dspark.hidden.answers import Answer
+from dspark.hidden.answers import Answer, Counts, Generation, Sampling
 from dspark.hidden.disk import _TENSORS
 
 TEXT = (Path(__file__).parent.parent / "docs" / "formats.md").read_text(encoding="utf-8")
@@ -79,7 +80,10 @@ def section(title: str) -> set[str]:
                 HitReport,
             ],
         ),
-        ("answers.jsonl", [Answer]),
+        (
+            "Answers",
+            [Answer, Generation, Sampling, Counts, AnswerReport, AnswerCategory, AnswerMaker],
+        ),
         ("training.json", [Training, TrainingStep, Evaluation]),
         (
             "bench.json, results.json, summary.json, lineage.json",

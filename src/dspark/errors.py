@@ -78,7 +78,12 @@ class DecodingError(DSparkError):
 
 
 class EndpointError(DSparkError):
-    """A server that is not there, refuses a request, or does not tell the truth; names it."""
+    """A server that is not there, refuses a request, or does not tell the truth; names it.
+
+    ``status`` is the HTTP status of a refusal, None for everything else.
+    """
+
+    status: int | None = None
 
 
 class MissingDependencyError(DSparkError):

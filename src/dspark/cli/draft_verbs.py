@@ -157,8 +157,22 @@ def inspect(
     deep: Annotated[
         bool, typer.Option("--deep", help="Recompute every hash and read every weight.")
     ] = False,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Show so many random rows of prompts or answers.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Which random rows.")] = 0,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Path or hub id; the artifact's own when left out.")
+    ] = None,
 ) -> None:
     """Show what a recipe makes or a folder holds, where it came from, and whether it is whole."""
+    if rows is not None:
+        if as_json or deep:
+            raise typer.BadParameter("--rows shows rows only: leave --json and --deep out")
+        from dspark.cli.show_rows import inspect_rows
+
+        inspect_rows(path, rows, seed, tokenizer)
+        return
     from dspark.cli.inspect import inspect_path
 
     if not inspect_path(path, as_json=as_json, deep=deep):

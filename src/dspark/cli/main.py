@@ -128,8 +128,15 @@ def prompts(
 
 @app.command()
 def regenerate(recipe: RecipePath, overrides: Overrides = None, plan: Plan = False) -> None:
-    """Have the target answer the training prompts itself (on-policy)."""
-    _stages(recipe, overrides, plan, "answers")
+    """Have the target answer the training prompts itself: embedded, or behind any server."""
+    from dspark.cli.answers import run_regenerate_verb
+
+    run_regenerate_verb(
+        recipe,
+        overrides or [],
+        plan=plan,
+        run=lambda path, values: _stages(path, values, plan, "answers"),
+    )
 
 
 @app.command()

@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dspark.artifacts import (
+    Manifest,
     Origin,
     Stopwatch,
     attempt,
@@ -47,6 +48,7 @@ from dspark.data.prompt_page import PAGE
 from dspark.data.prompt_report import PromptReport, source_name
 from dspark.data.prompts import REPORT, build_prompts
 from dspark.data.records import record_files
+from dspark.data.self_instruct import working_files, write_all_turns
 from dspark.data.tokens import TokenizerTokens
 from dspark.errors import ConfigError
 
@@ -129,19 +131,13 @@ def make_data(
     recipe: DataRecipe, folder: Path, screen: Screen, *, quiet: bool = False
 ) -> PromptReport:
     """Make (or find finished) the prompts of a recipe without a target; returns their report."""
-    tokens, identity = None, None
-    if recipe.tokenizer is not None:
-        from dspark.checkpoint.tokenizer import load_tokenizer, tokenizer_hash
-
-        tokenizer = load_tokenizer(recipe.tokenizer.source, recipe.tokenizer.revision)
-        tokens, identity = TokenizerTokens(tokenizer), tokenizer_hash(tokenizer)
-    config = {"prompts": section_identity(recipe.prompts), "tokenizer": identity}
-    manifest = new_manifest("prompts", config)
+    tokenizer, manifest = prompts_manifest(recipe)
+    tokens = None if tokenizer is None else TokenizerTokens(tokenizer)
     if is_current(folder, manifest.fingerprint):
         if not quiet:
             screen.stage("prompts", escape(f"finished before: {folder}"))
         return _finished(folder)
-    watch = Stopwatch(_origin(), lambda: 0.0)
+    watch = Stopwatch(data_origin(), lambda: 0.0)
 
     def tell(aside: Path, why: str) -> None:
         if not quiet:
@@ -151,11 +147,52 @@ def make_data(
     with attempt(folder, watch):
         done = completed(folder)
         if done is None:
+            _write_user_turns(recipe, folder, tokenizer)
             report = _build(recipe, folder, tokens, None if quiet else screen)
-            done = complete(folder, counts=report.counts(), notes={"name": recipe.name})
+            done = complete(
+                folder,
+                counts=report.counts(),
+                notes={"name": recipe.name},
+                working=working_files(recipe.prompts.sources),
+            )
         update = {"counts": done.counts, "notes": done.notes}
         finish(folder, manifest.model_copy(update=update), watch)
     return _finished(folder)
+
+
+def _write_user_turns(recipe: DataRecipe, folder: Path, tokenizer: Any) -> None:
+    """What the target behind the recipe's servers asks, for sources of kind self_instruct."""
+    if not working_files(recipe.prompts.sources):
+        return
+    section = recipe.regenerate
+    if section is None:
+        _refuse(
+            "regenerate.endpoints, whose target writes the prompts of kind self_instruct",
+            "no section regenerate",
+            "Add regenerate: {endpoints: [{url: http://HOST:8000/v1}]}.",
+        )
+    from dspark.data.served import endpoints_of, write_served
+
+    endpoints = endpoints_of(section)
+    write_all_turns(
+        recipe.prompts.sources,
+        folder,
+        tokenizer,
+        (),
+        lambda requests, stop_ids, keep: write_served(endpoints, section, requests, stop_ids, keep),
+    )
+
+
+def prompts_manifest(recipe: DataRecipe) -> tuple[Any, Manifest]:
+    """The recipe's tokenizer (None without one), and the manifest that its prompts will have."""
+    tokenizer, identity = None, None
+    if recipe.tokenizer is not None:
+        from dspark.checkpoint.tokenizer import load_tokenizer, tokenizer_hash
+
+        tokenizer = load_tokenizer(recipe.tokenizer.source, recipe.tokenizer.revision)
+        identity = tokenizer_hash(tokenizer)
+    config = {"prompts": section_identity(recipe.prompts), "tokenizer": identity}
+    return tokenizer, new_manifest("prompts", config)
 
 
 def _build(
@@ -171,7 +208,7 @@ def _finished(folder: Path) -> PromptReport:
     return PromptReport.model_validate_json((folder / REPORT).read_bytes())
 
 
-def _origin() -> Origin:
+def data_origin() -> Origin:
     """As of every stage, but torch, which is not used here, is not loaded to ask its version."""
     return Origin(
         command=command_line(),

@@ -275,12 +275,14 @@ def _check(response: httpx2.Response, endpoint: Endpoint) -> None:
         403: "Give a key that may use this model.",
         404: "Check url and model name: the server knows no such place or model.",
     }
-    raise EndpointError(
+    refusal = EndpointError(
         expected="a request that the server accepts",
         found=f"HTTP {code}: {said or response.reason_phrase}",
         where=f"endpoint {endpoint.url}",
         fix=hints.get(code, "Change the request as the server says, or the server's settings."),
     )
+    refusal.status = code
+    raise refusal
 
 
 def _json(response: httpx2.Response, endpoint: Endpoint) -> Any:

@@ -103,6 +103,25 @@ class TrafficSource(Frozen):
     scrub: str = Field(default="default", pattern=r"^(default|none|[\w.]+:\w+)$")
 
 
+class SelfInstructSource(Frozen):
+    """User turns that the target writes itself from its chat template (``data.self_instruct``).
+
+    Who answers the prompts writes them: the embedded engine, or ``regenerate.endpoints``.
+    ``systems``: system turns to write under, in turn; they stay in the prompts.
+    """
+
+    kind: Literal["self_instruct"]
+    category: Category = "general"
+    language: Language | None = None
+    train: NonNegativeInt = 0
+    held_out: NonNegativeInt = 0
+    seed: NonNegativeInt = 0
+    temperature: float = Field(default=1.0, ge=0.1, le=2)
+    top_p: float = Field(default=0.99, gt=0, le=1)
+    max_tokens: PositiveInt = 256
+    systems: tuple[str, ...] = ()
+
+
 class NearDuplicates(Frozen):
     """MinHash LSH on word shingles: rows of estimated Jaccard similarity ``threshold`` or more."""
 
@@ -169,7 +188,8 @@ PromptSource = Annotated[
     | PackageSource
     | FileSource
     | HubSource
-    | TrafficSource,
+    | TrafficSource
+    | SelfInstructSource,
     Field(discriminator="kind"),
 ]
 

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dspark.artifacts import atomic_json
-from dspark.config.prompts import PackageSource, PromptSource, PromptsSection
+from dspark.config.prompts import PackageSource, PromptSource, PromptsSection, SelfInstructSource
 from dspark.data.chunks import CHUNK_ROWS, Account, Chunks
 from dspark.data.prompt import Split
 from dspark.data.prompt_page import write_page
@@ -38,6 +38,7 @@ from dspark.data.prompt_report import (
     drop_summary,
 )
 from dspark.data.selection import STEPS, Selection, select
+from dspark.data.self_instruct import file_name, written_prompts
 from dspark.data.shards import ShardWriter
 from dspark.data.sieve import Sieve
 from dspark.data.sources import Candidate, candidates_of
@@ -62,7 +63,8 @@ def build_prompts(
 
     Args:
         section: the recipe's ``prompts``.
-        folder: exists; finished chunks of an earlier attempt in it are used.
+        folder: exists; finished chunks of an earlier attempt in it are used. What the target wrote
+            for sources of kind self_instruct is there already.
         tokens: the target's tokenizer; None leaves out what needs one, and the report says so.
         keep_ids: keep rows of token ids instead of refusing them.
         on_rows: called with the number of rows read since the last call.
@@ -75,7 +77,7 @@ def build_prompts(
     _refuse_nothing(section.sources)
     chunks = Chunks(folder)
     sieve = Sieve(section, tokens, keep_ids)
-    count = _sieve_all(section, sieve, chunks, on_rows)
+    count = _sieve_all(section, sieve, chunks, folder, on_rows)
     account = chunks.account(count)
     rows = chunks.rows(count)
     near = section.filters.near_duplicate is not None
@@ -102,10 +104,14 @@ def build_prompts(
 
 
 def _sieve_all(
-    section: PromptsSection, sieve: Sieve, chunks: Chunks, on_rows: Callable[[int], None]
+    section: PromptsSection,
+    sieve: Sieve,
+    chunks: Chunks,
+    folder: Path,
+    on_rows: Callable[[int], None],
 ) -> int:
     """Sieve what is not sieved yet; the number of chunks."""
-    candidates = _numbered(section.sources)
+    candidates = _numbered(section.sources, folder)
     number = 0
     while batch := list(islice(candidates, CHUNK_ROWS)):
         if not chunks.done(number):
@@ -115,8 +121,12 @@ def _sieve_all(
     return number
 
 
-def _numbered(sources: Sequence[PromptSource]) -> Iterator[tuple[int, Candidate]]:
+def _numbered(sources: Sequence[PromptSource], folder: Path) -> Iterator[tuple[int, Candidate]]:
     for number, source in enumerate(sources):
+        if isinstance(source, SelfInstructSource):
+            for prompt in written_prompts(source, folder / file_name(number)):
+                yield number, Candidate(prompt.source, prompt.split, prompt)
+            continue
         for candidate in candidates_of(source):
             yield number, candidate
 

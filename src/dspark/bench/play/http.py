@@ -100,7 +100,8 @@ class HttpPlayer:
 
     def _wish_less(self, error: EndpointError) -> None:
         """Leave out the fields that a refusal names, or all; raise where it is about others."""
-        if self._understood or not self.wishes or "HTTP 4" not in error.found:
+        refused = error.status is not None and 400 <= error.status < 500
+        if self._understood or not self.wishes or not refused:
             raise error
         named = [name for name in self.wishes if name in error.found] or list(self.wishes)
         self.wishes = tuple(name for name in self.wishes if name not in named)
