@@ -28,6 +28,7 @@ from dspark.artifacts import (
 )
 from dspark.cli.console import Screen
 from dspark.cli.prompts import data_origin, prompts_manifest
+from dspark.cli.task_items import task_items
 from dspark.config.answers import RegenerateSection
 from dspark.config.load import load_prompts_recipe
 from dspark.config.recipe import DataRecipe, Recipe
@@ -77,7 +78,7 @@ def run_regenerate_verb(
 
 def make_answers(recipe: DataRecipe, section: RegenerateSection, screen: Screen) -> None:
     """Have the recipe's servers answer its prompts; finished answers are left as they are."""
-    tokenizer, wanted = prompts_manifest(recipe)
+    tokenizer, wanted = prompts_manifest(recipe, task_items(recipe.prompts))
     source, folder = Path(recipe.output) / "prompts", Path(recipe.output) / "answers"
     _require(source, wanted.fingerprint)
     parent = parent_of(source, "prompts", folder)
@@ -151,7 +152,7 @@ def _require(folder: Path, fingerprint: str) -> None:
 
 def _plan(recipe: DataRecipe, section: RegenerateSection) -> Table:
     """Upper bounds of what a regeneration writes and asks, from the finished prompts."""
-    _, wanted = prompts_manifest(recipe)
+    _, wanted = prompts_manifest(recipe, task_items(recipe.prompts))
     source = Path(recipe.output) / "prompts"
     _require(source, wanted.fingerprint)
     prompts = turns = 0

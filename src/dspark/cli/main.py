@@ -100,6 +100,12 @@ def prompts(
     against: Annotated[
         list[Path] | None, typer.Option(help="Evaluation items that prompts must not contain.")
     ] = None,
+    tasks: Annotated[
+        list[str] | None, typer.Option(help="Benchmarks of `dspark bench` as well; or: all.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with files of those benchmarks.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Without a recipe: folder to write.")] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Path or hub id: count tokens, compare by tokens too.")
@@ -114,7 +120,14 @@ def prompts(
     from dspark.cli.prompts import Loose, run_prompts_verb
 
     loose = Loose(
-        tuple(input or ()), tuple(traffic or ()), tuple(against or ()), out, tokenizer, scrub
+        inputs=tuple(input or ()),
+        traffic=tuple(traffic or ()),
+        against=tuple(against or ()),
+        tasks=tuple(tasks or ()),
+        data=data,
+        out=out,
+        tokenizer=tokenizer,
+        scrub=scrub,
     )
     run_prompts_verb(
         recipe,

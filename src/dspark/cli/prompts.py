@@ -30,6 +30,7 @@ from dspark.artifacts import (
 )
 from dspark.cli.console import Screen
 from dspark.cli.origin import command_line, cpu_name, marked_commit, versions
+from dspark.cli.task_items import task_items
 from dspark.config.load import load_prompts_recipe
 from dspark.config.prompts import (
     FILL_IN,
@@ -43,6 +44,7 @@ from dspark.config.prompts import (
     TrafficSource,
 )
 from dspark.config.recipe import DataRecipe, Recipe
+from dspark.data.filters.evaluation import TaskItems
 from dspark.data.identity import section_identity
 from dspark.data.prompt_page import PAGE
 from dspark.data.prompt_report import PromptReport, source_name
@@ -66,6 +68,8 @@ class Loose:
     inputs: tuple[Path, ...]
     traffic: tuple[Path, ...]
     against: tuple[Path, ...]
+    tasks: tuple[str, ...]
+    data: Path | None
     out: Path | None
     tokenizer: str | None
     scrub: str | None
@@ -76,6 +80,8 @@ class Loose:
             "--input": self.inputs,
             "--traffic": self.traffic,
             "--against": self.against,
+            "--tasks": self.tasks,
+            "--data": self.data,
             "--out": self.out,
             "--tokenizer": self.tokenizer,
             "--scrub": self.scrub,
@@ -131,7 +137,8 @@ def make_data(
     recipe: DataRecipe, folder: Path, screen: Screen, *, quiet: bool = False
 ) -> PromptReport:
     """Make (or find finished) the prompts of a recipe without a target; returns their report."""
-    tokenizer, manifest = prompts_manifest(recipe)
+    tasks = task_items(recipe.prompts)
+    tokenizer, manifest = prompts_manifest(recipe, tasks)
     tokens = None if tokenizer is None else TokenizerTokens(tokenizer)
     if is_current(folder, manifest.fingerprint):
         if not quiet:
@@ -148,7 +155,7 @@ def make_data(
         done = completed(folder)
         if done is None:
             _write_user_turns(recipe, folder, tokenizer)
-            report = _build(recipe, folder, tokens, None if quiet else screen)
+            report = _build(recipe, folder, tokens, tasks, None if quiet else screen)
             done = complete(
                 folder,
                 counts=report.counts(),
@@ -183,7 +190,7 @@ def _write_user_turns(recipe: DataRecipe, folder: Path, tokenizer: Any) -> None:
     )
 
 
-def prompts_manifest(recipe: DataRecipe) -> tuple[Any, Manifest]:
+def prompts_manifest(recipe: DataRecipe, tasks: TaskItems | None) -> tuple[Any, Manifest]:
     """The recipe's tokenizer (None without one), and the manifest that its prompts will have."""
     tokenizer, identity = None, None
     if recipe.tokenizer is not None:
@@ -191,17 +198,25 @@ def prompts_manifest(recipe: DataRecipe) -> tuple[Any, Manifest]:
 
         tokenizer = load_tokenizer(recipe.tokenizer.source, recipe.tokenizer.revision)
         identity = tokenizer_hash(tokenizer)
-    config = {"prompts": section_identity(recipe.prompts), "tokenizer": identity}
+    config = {"prompts": section_identity(recipe.prompts, tasks), "tokenizer": identity}
     return tokenizer, new_manifest("prompts", config)
 
 
 def _build(
-    recipe: DataRecipe, folder: Path, tokens: TokenizerTokens | None, screen: Screen | None
+    recipe: DataRecipe,
+    folder: Path,
+    tokens: TokenizerTokens | None,
+    tasks: TaskItems | None,
+    screen: Screen | None,
 ) -> PromptReport:
+    def build(on_rows: Callable[[int], None]) -> PromptReport:
+        section = recipe.prompts
+        return build_prompts(section, folder, tokens, keep_ids=True, tasks=tasks, on_rows=on_rows)
+
     if screen is None:
-        return build_prompts(recipe.prompts, folder, tokens, keep_ids=True)
+        return build(lambda rows: None)
     with screen.bar("rows", None) as bar:
-        return build_prompts(recipe.prompts, folder, tokens, keep_ids=True, on_rows=bar.advance)
+        return build(bar.advance)
 
 
 def _finished(folder: Path) -> PromptReport:
@@ -253,7 +268,11 @@ def _loose_recipe(loose: Loose) -> tuple[DataRecipe, Path]:
         filters=FiltersSection(
             misshapen="drop",
             near_duplicate=NearDuplicates(),
-            contamination=Contamination(against=tuple(map(str, loose.against))),
+            contamination=Contamination(
+                against=tuple(map(str, loose.against)),
+                tasks="all" if "all" in loose.tasks else loose.tasks,
+                data=None if loose.data is None else str(loose.data),
+            ),
         ),
     )
     tokenizer = None if loose.tokenizer is None else TokenizerSection(source=loose.tokenizer)

@@ -69,7 +69,9 @@ def run_prompts(run: RunContext, folder: Path) -> StageResult:
     tokens = TokenizerTokens(run.target.tokenizer)
     write_user_turns(run, folder)
     with run.screen.bar("making prompts", None) as bar:
-        report = build_prompts(run.recipe.prompts, folder, tokens, on_rows=bar.advance)
+        report = build_prompts(
+            run.recipe.prompts, folder, tokens, tasks=run.task_items, on_rows=bar.advance
+        )
     counts = report.counts()
     line = f"{counts['train']} to train on, {counts['held_out']} held out"
     later = report.later_turns

@@ -132,13 +132,17 @@ class NearDuplicates(Frozen):
 class Contamination(Frozen):
     """No training prompt may share an n-gram with an evaluation item.
 
-    ``against`` names files of evaluation items; ``benchmarks`` the packages whose prompts are
-    compared too, by default those that are installed. ``ngram`` counts words; ``token_ngram``
-    counts tokens where a tokenizer is known, ``null`` leaves that level out. An n-gram that more
-    than ``template_items`` items share is the benchmark's own wrapper and is not compared.
+    ``against`` names files of evaluation items; ``tasks`` the benchmarks of ``dspark bench`` (or
+    ``all`` that are at hand), whose files may lie in the folder ``data``; ``benchmarks`` the
+    packages whose prompts are compared too, by default those that are installed. ``ngram`` counts
+    words; ``token_ngram`` counts tokens where a tokenizer is known, ``null`` leaves that level out.
+    An n-gram that more than ``template_items`` items share is the benchmark's own wrapper and is
+    not compared.
     """
 
     against: tuple[str, ...] = ()
+    tasks: tuple[str, ...] | Literal["all"] = ()
+    data: str | None = Field(default=None, min_length=1)
     benchmarks: tuple[Benchmark, ...] | Literal["installed"] = "installed"
     ngram: int = Field(default=13, ge=5, le=64)
     token_ngram: Annotated[int, Field(ge=5, le=128)] | None = 13

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from dspark.artifacts import atomic_json
 from dspark.config.prompts import PackageSource, PromptSource, PromptsSection, SelfInstructSource
 from dspark.data.chunks import CHUNK_ROWS, Account, Chunks
+from dspark.data.filters.evaluation import TaskItems
 from dspark.data.prompt import Split
 from dspark.data.prompt_page import write_page
 from dspark.data.prompt_report import (
@@ -57,6 +58,7 @@ def build_prompts(
     tokens: Tokens | None,
     *,
     keep_ids: bool = False,
+    tasks: TaskItems | None = None,
     on_rows: Callable[[int], None] = lambda rows: None,
 ) -> PromptReport:
     """Write shards, ``report.json``, ``report.html`` and ``contamination.json`` into ``folder``.
@@ -66,6 +68,7 @@ def build_prompts(
         folder: exists; finished chunks of an earlier attempt in it are used. What the target wrote
             for sources of kind self_instruct is there already.
         tokens: the target's tokenizer; None leaves out what needs one, and the report says so.
+        tasks: items of the benchmarks that ``filters.contamination.tasks`` names.
         keep_ids: keep rows of token ids instead of refusing them.
         on_rows: called with the number of rows read since the last call.
 
@@ -76,7 +79,7 @@ def build_prompts(
     """
     _refuse_nothing(section.sources)
     chunks = Chunks(folder)
-    sieve = Sieve(section, tokens, keep_ids)
+    sieve = Sieve(section, tokens, keep_ids, tasks)
     count = _sieve_all(section, sieve, chunks, folder, on_rows)
     account = chunks.account(count)
     rows = chunks.rows(count)
