@@ -182,6 +182,12 @@ class Engine:
         """One prompt's whole result, under asyncio; many may run at once and share batches."""
         return await self._driver.generate(self.encode(prompt), params or SamplingParams(), id)
 
+    def events_async(
+        self, prompt: Prompt, params: SamplingParams | None = None, id: str | None = None
+    ) -> AsyncIterator[Delta | RequestOutput]:
+        """As :meth:`stream_async`, with the whole result as the last item."""
+        return self._driver.events(self.encode(prompt), params or SamplingParams(), id)
+
     async def abort_async(self, id: str) -> None:
         """End a request of :meth:`stream_async` or :meth:`generate_async`."""
         await self._driver.abort(id)

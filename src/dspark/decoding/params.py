@@ -77,6 +77,7 @@ class SamplingParams:
         logprobs: report log-probabilities of the target before any rule or temperature: of the
             generated token, and of this many most likely ones. None is off.
         grammar: what the answer must match.
+        speculate: False decodes this request without drafts, beside others that draft.
 
     Raises:
         DecodingError: a value of the wrong type or outside its range.
@@ -100,6 +101,7 @@ class SamplingParams:
     include_stop: bool = False
     logprobs: int | None = None
     grammar: Grammar | None = None
+    speculate: bool = True
 
     def __post_init__(self) -> None:
         t = self.temperature
