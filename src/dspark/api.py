@@ -75,6 +75,7 @@ class Engine:
             files, section = _section(target, folder, dtype, device, max_context)
             target = load_target(section, files)
         self.loaded, self.tokenizer = target, target.tokenizer
+        self.identity = f"{target.files.source} {target.files.revision} {folder}"
         drafter: Drafter | None = None
         layer_ids: tuple[int, ...] = ()
         if folder is not None:
@@ -98,7 +99,7 @@ class Engine:
             decode=self.decode,
             tokenizer=self.tokenizer,
             options=options,
-            identity=f"{target.files.source} {target.files.revision} {folder}",
+            identity=self.identity,
         )
         self._driver = AsyncDriver(self.core)
 

@@ -24,6 +24,10 @@ from dspark.engine.answer import Delta, RequestOutput
 from dspark.engine.core import EngineCore
 
 
+class StepError(RuntimeError):
+    """A step of the engine raised while a request ran in it; the cause is chained."""
+
+
 class AsyncDriver:
     """Drives ``core`` from one event loop. While it works, nobody else may step the core."""
 
@@ -43,7 +47,7 @@ class AsyncDriver:
 
         Raises:
             DecodingError: see :meth:`EngineCore.submit`.
-            Exception: what a step raised that this request ran in.
+            StepError: a step that this request ran in raised.
         """
         name = f"async-{next(self._numbers)}" if id is None else id
         queue: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
@@ -65,6 +69,8 @@ class AsyncDriver:
             open_answers = params.n
             while open_answers:
                 delta = await queue.get()
+                if isinstance(delta, Exception):
+                    raise StepError(f"the engine failed: {delta}") from delta
                 if isinstance(delta, BaseException):
                     raise delta
                 open_answers -= delta.finish_reason is not None
