@@ -7,7 +7,7 @@ import pytest
 from dspark.decoding.acceptance import AcceptanceCounter, StepCount
 from dspark.decoding.request import Generation
 from dspark.doctor.conventions import FAMILIES
-from dspark.doctor.live import Expected, _acceptance, _judge, best_fit
+from dspark.doctor.live import Expected, _judge, best_fit, check_acceptance
 from dspark.doctor.probe import Score
 
 LAYERS = next(family for family in FAMILIES if family.id == "live.layers")
@@ -74,4 +74,4 @@ def test_acceptance_is_judged_against_what_was_promised(accepted, expected, stat
 
 
 def test_answers_without_a_step_say_nothing_about_acceptance() -> None:
-    assert _acceptance(None, [Generation(counter=AcceptanceCounter(7))]).status == "skip"
+    assert check_acceptance(None, [Generation(counter=AcceptanceCounter(7))]).status == "skip"

@@ -64,6 +64,7 @@ def _scales(tokenizer: Any) -> torch.Tensor:
             scale[i] = 0.55
         elif text == "\ufffd":
             scale[i] = 0.3
+    scale[END] = 0.45
     return scale
 
 

@@ -6,6 +6,7 @@ then the process leaves; after ``drain_seconds``, or at a second signal, it leav
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 
 import uvicorn
@@ -39,10 +40,6 @@ def make_server(app: FastAPI, listen: Listen) -> uvicorn.Server:
     )
 
 
-def serve(app: FastAPI, listen: Listen) -> None:
-    """Serve until told to stop.
-
-    Raises:
-        OSError: the port is taken.
-    """
-    make_server(app, listen).run()
+def serve(app: FastAPI, listen: Listen, link: socket.socket) -> None:
+    """Serve on the bound socket ``link`` until told to stop."""
+    make_server(app, listen).run(sockets=[link])

@@ -60,7 +60,11 @@ def plan_tools(body: ChatRequest, template: str) -> ToolPlan:
         schema = next(_schema(tool) for tool in tools if tool.function.name == name)
         return ToolPlan("named", name, shown, Grammar("json", json.dumps(schema)))
     if body.tool_choice == "required":
-        calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": [_call(t) for t in tools]}}
+        calls: dict[str, Any] = {
+            "type": "array",
+            "minItems": 1,
+            "items": {"anyOf": [_call(t) for t in tools]},
+        }
         if body.parallel_tool_calls is False:
             calls["maxItems"] = 1
         return ToolPlan("required", "", shown, Grammar("json", json.dumps(calls)))
@@ -99,7 +103,8 @@ class CallFinder:
     def feed(self, text: str, *, final: bool) -> tuple[str, list[Call]]:
         """(content, calls) that became certain with ``text``."""
         self._rest += text
-        content, calls = "", []
+        content = ""
+        calls: list[Call] = []
         while True:
             start = self._rest.find(OPEN)
             if start < 0:
