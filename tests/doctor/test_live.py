@@ -68,7 +68,7 @@ def test_a_right_answer_says_when_the_draft_cannot_tell() -> None:
     ],
 )
 def test_acceptance_is_judged_against_what_was_promised(accepted, expected, status: str) -> None:
-    found = _acceptance(expected, answers(accepted))
+    found = check_acceptance(expected, answers(accepted))
     assert found.status == status
     assert f"{1 + accepted:.2f}" in found.found
 

@@ -69,7 +69,12 @@ def test_a_streamed_chat_is_the_whole_one(served: Served, case: dict[str, Any]) 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_streamed_completion_is_the_whole_one(served: Served, case: dict[str, Any]) -> None:
-    asked = {"prompt": ["once", [70, 71, 72]], "logprobs": 1, "echo": False, **case}
+    asked = {
+        "prompt": [served.service.engine.encode("once"), [70, 71, 72]],
+        "logprobs": 1,
+        "echo": False,
+        **case,
+    }
     extra = {"return_token_ids": True}
     whole = served.client.completions.create(model=MODEL, extra_body=extra, **asked)
     out: dict[int, dict[str, list[Any]]] = {}
@@ -252,7 +257,7 @@ def test_json_schemas_and_choices_are_always_followed(served: Served) -> None:
     accepted = 0
     for seed in range(6):
         done = served.client.chat.completions.create(
-            model=MODEL, messages=chat(str(seed)), temperature=seed % 2, seed=seed, max_tokens=300,
+            model=MODEL, messages=chat(str(seed)), temperature=seed % 2, seed=seed, max_tokens=400,
             response_format={
                 "type": "json_schema", "json_schema": {"name": "thing", "schema": schema}
             },

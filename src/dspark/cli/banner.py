@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 
 from dspark.api import Engine
@@ -64,10 +65,13 @@ def draft_precision(engine: Engine) -> str:
 
 def show_banner(rows: Sequence[tuple[str, str]], warnings: Sequence[str], console: Console) -> None:
     """Facts, then warnings."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", min_width=12)
     for name, text in rows:
-        console.print(Text.assemble((f"{name:>12}  ", "bold"), text), highlight=False)
+        table.add_row(Text(name, style="bold"), Text(text))
     for warning in warnings:
-        console.print(Text(f"{'warning':>12}  {warning}", style="yellow"), highlight=False)
+        table.add_row(Text("warning", style="bold yellow"), Text(warning, style="yellow"))
+    console.print(table)
 
 
 def show_probe(check: Check, console: Console) -> None:

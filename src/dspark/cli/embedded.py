@@ -8,6 +8,7 @@ as it should; and only then requests are let in.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import socket
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,12 @@ from dspark.errors import ConfigError, MissingDependencyError
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 PROBE_PROMPTS, PROBE_TOKENS = 8, 48
+SHORT = (
+    "Name three colours.",
+    "What is seven times eight?",
+    "Write a sentence about the sea.",
+    "Count from one to ten.",
+)
 
 
 def serve_embedded(options: ServeOptions) -> None:
@@ -71,6 +78,7 @@ def serve_embedded(options: ServeOptions) -> None:
     host, port = link.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     screen.stage("listening", f"http://{shown}:{port}  (playground at /, OpenAI's API at /v1)")
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     listen = Listen(options.host, port, options.drain, "warning")
     serve(create_app(service, about, options.api_keys), listen, link)
 
@@ -100,9 +108,13 @@ def take_port(host: str, port: int) -> socket.socket:
 def probe(engine: Engine, folder: Path, raw: dict[str, Any], screen: Screen) -> Check:
     """Answer a few prompts greedily and compare the acceptance length with the expected one."""
     request = Request(folder, (), None, None)
-    prompts = _fitting(probe_prompts(request, engine.loaded), engine.loaded)[:PROBE_PROMPTS]
+    own = _fitting(probe_prompts(request, engine.loaded), engine.loaded)
+    # Order messages hold worked examples, which small contexts have no room for.
+    prompts = (own or [engine.encode([{"role": "user", "content": t}]) for t in SHORT])[
+        :PROBE_PROMPTS
+    ]
     with screen.bar("probing acceptance", None):
-        outputs = engine.generate(prompts, SamplingParams(max_new_tokens=PROBE_TOKENS))
+        outputs = engine.generate(list(prompts), SamplingParams(max_new_tokens=PROBE_TOKENS))
     answers = [
         Generation(list(c.ids), list(c.kinds), c.finish_reason == "stop", c.acceptance)
         for output in outputs

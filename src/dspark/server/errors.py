@@ -70,7 +70,13 @@ def of_validation(errors: list[dict[str, Any]]) -> APIError:
     name = ".".join(path) or None
     if first["type"] == "extra_forbidden":
         return bad_request(f"Unrecognized request argument supplied: {name}", name)
-    if first["type"] == "missing" and name:
+    if first["type"] == "missing" and not name:
+        return bad_request("A JSON body is required, with Content-Type: application/json.")
+    if first["type"] == "missing":
         return bad_request(f"Missing required parameter: {name!r}.", name)
-    where = f"{name}: " if name else ""
-    return bad_request(f"{where}{first['msg']}", name)
+    # A field of several possible forms has a finding for each: none of them alone says what is
+    # wrong.
+    own = [error for error in errors if error["loc"][:2] == first["loc"][:2]]
+    said = "; or ".join(list(dict.fromkeys(str(error["msg"]) for error in own))[:4])
+    name = name if len(own) == 1 else path[0] if path else None
+    return bad_request(f"{name}: {said}" if name else said, name)

@@ -10,7 +10,9 @@ from dspark.server.errors import bad_request
 from dspark.server.protocol import ResponseFormat, Sampling, StructuredOutputs
 
 DEFAULT_TEMPERATURE = 1.0
-ANY_OBJECT = '{"type":"object"}'
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+WHITE_SPACE = r"(\n {0,16}| ?)"
+"""What may stand between two parts of a JSON answer: enough to indent, too little to never end."""
 
 
 def sampling_params(
@@ -79,17 +81,19 @@ def grammar_of(
     if response_format is None or response_format.type == "text":
         return None
     schema = response_format.json_schema
-    if schema is None or schema.schema_ is None:
-        return Grammar("json", ANY_OBJECT)
-    return Grammar("json", json.dumps(schema.schema_))
+    return json_grammar(ANY_OBJECT if schema is None or schema.schema_ is None else schema.schema_)
+
+
+def json_grammar(schema: dict[str, Any]) -> Grammar:
+    """The grammar of a JSON schema whose answers do end: targets that are unsure write white space
+    for ever where any amount of it is allowed."""
+    hints = {"whitespace_pattern": WHITE_SPACE}
+    return Grammar("json", json.dumps({"x-guidance": hints, **schema}))
 
 
 def _structured(asked: StructuredOutputs) -> Grammar:
     if asked.json_ is not None:
-        text = asked.json_ if isinstance(asked.json_, str) else json.dumps(asked.json_)
-        if not text:
-            raise bad_request("structured_outputs.json is empty.", "structured_outputs")
-        return Grammar("json", text)
+        return json_grammar(_schema(asked.json_))
     if asked.regex is not None:
         return Grammar("regex", asked.regex)
     if asked.choice is not None:
@@ -97,3 +101,15 @@ def _structured(asked: StructuredOutputs) -> Grammar:
         return Grammar("lark", f"start: {words}")
     assert asked.grammar is not None
     return Grammar("lark", asked.grammar)
+
+
+def _schema(given: dict[str, Any] | str) -> dict[str, Any]:
+    if not isinstance(given, str):
+        return given
+    try:
+        found = json.loads(given)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise bad_request("structured_outputs.json is not a JSON schema.", "structured_outputs")
+    return found

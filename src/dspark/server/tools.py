@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from dspark.decoding.params import Grammar
 from dspark.server.protocol import ChatRequest, Message, NamedTool, Tool
+from dspark.server.sampling import json_grammar
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 ANY = {"type": "object"}
@@ -58,7 +59,7 @@ def plan_tools(body: ChatRequest, template: str) -> ToolPlan:
     if isinstance(body.tool_choice, NamedTool):
         name = body.tool_choice.function.name
         schema = next(_schema(tool) for tool in tools if tool.function.name == name)
-        return ToolPlan("named", name, shown, Grammar("json", json.dumps(schema)))
+        return ToolPlan("named", name, shown, json_grammar(schema))
     if body.tool_choice == "required":
         calls: dict[str, Any] = {
             "type": "array",
@@ -67,7 +68,7 @@ def plan_tools(body: ChatRequest, template: str) -> ToolPlan:
         }
         if body.parallel_tool_calls is False:
             calls["maxItems"] = 1
-        return ToolPlan("required", "", shown, Grammar("json", json.dumps(calls)))
+        return ToolPlan("required", "", shown, json_grammar(calls))
     return ToolPlan("auto" if OPEN in template else "text", "", shown)
 
 

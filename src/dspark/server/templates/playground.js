@@ -12,8 +12,9 @@ let running = null;
 
 /* An answer's text grows behind its tokens: spans are drawn as far as text is known. */
 class Answer {
-  constructor(box) {
+  constructor(box, alone) {
     this.box = box;
+    this.alone = alone;
     this.letters = [];
     this.tokens = [];
     this.drawn = 0;
@@ -48,8 +49,9 @@ class Answer {
   span(token, end) {
     const text = this.letters.slice(token.start, end).join("");
     if (!text && !token.refused.length) return null;
+    if (this.alone) return make("span", "piece alone", text);
     const node = make("span", token.first ? "step" : "");
-    if (token.refused.length) node.append(make("span", "no", token.refused.join("")));
+    if (token.refused.length) node.append(make("span", "no", token.refused.join("").replaceAll("\n", "\u23ce")));
     const piece = make("span", "piece " + token.kind, text);
     piece.title = token.kind + (token.refused.length ? ", instead of: " + token.refused.join("") : "");
     node.append(piece);
@@ -98,6 +100,7 @@ function show(figures) {
   shares.forEach((share, k) => {
     const row = box.children[k];
     const tried = figures.steps ? figures.tried[k] / figures.steps : 0;
+    row.querySelector(".admitted").hidden = !tried;
     row.querySelector(".admitted").style.width = 100 * tried + "%";
     row.querySelector(".accepted").style.width = 100 * share + "%";
     row.lastChild.textContent = figures.steps ? Math.round(100 * share) + " %" : "–";
@@ -176,7 +179,7 @@ async function exchange(message) {
   at("plain").textContent = "–";
   at("gain").textContent = "tok/s plain";
   try {
-    const text = await ask(messages, drafting, new Answer(reply.text), figures, running.signal);
+    const text = await ask(messages, drafting, new Answer(reply.text, !drafting), figures, running.signal);
     history.push({ role: "assistant", content: text });
     const length = figures.steps ? ", " + (1 + figures.accepted / figures.steps).toFixed(2) + " a forward" : "";
     reply.head.append(make("span", "", figures.tokens + " tokens" + length));
@@ -188,7 +191,7 @@ async function exchange(message) {
     details.append(summary, box);
     reply.box.append(details);
     const other = new Figures(facts.block_size);
-    const plain = await ask(messages, false, new Answer(box), other, running.signal);
+    const plain = await ask(messages, false, new Answer(box, true), other, running.signal);
     const gain = figures.speed !== null && other.speed !== null ? figures.speed / other.speed : null;
     at("plain").textContent = other.speed === null ? "–" : other.speed.toFixed(1);
     if (gain !== null) at("gain").textContent = "tok/s plain (" + gain.toFixed(2) + "x)";
