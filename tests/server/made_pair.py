@@ -15,9 +15,12 @@ from typing import Any
 import torch
 
 from dspark.checkpoint.draft import save_draft
+from dspark.checkpoint.target import load_target
 from dspark.config.architecture import K3DraftConfig, RopeParameters
+from dspark.config.recipe import TargetSection
 from dspark.model.draft import DSparkDraft
 from dspark.model.init import initialise
+from dspark.pairing import target_identity
 
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>", "<mask>", "<user>", "<assistant>", "<system>"]
 PAIRS = ["th", "he", "an", "in", "er", "on", "re", "at", "en", "or", '":', '",', '{"', '"}']
@@ -94,10 +97,12 @@ def make(folder: Path, seed: int = 0) -> tuple[Path, Path]:
     target = folder / "target"
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
-    return target, _draft(folder / "draft", model, len(tokenizer))
+    loaded = load_target(TargetSection(source=str(target), max_context=CONTEXT, device="cpu"))
+    provenance = {"target": str(target), **target_identity(loaded)}
+    return target, _draft(folder / "draft", model, len(tokenizer), provenance)
 
 
-def _draft(folder: Path, model: Any, size: int) -> Path:
+def _draft(folder: Path, model: Any, size: int, provenance: dict[str, Any]) -> Path:
     config = K3DraftConfig(
         hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
         q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
@@ -114,5 +119,5 @@ def _draft(folder: Path, model: Any, size: int) -> Path:
         draft.markov_head.markov_w1.weight.copy_(normed)
         draft.markov_head.markov_w2.weight.copy_(model.lm_head.weight)
     folder.mkdir(parents=True)
-    save_draft(folder, draft, {"target": "nobody/made-for-a-test"}, torch.float32)
+    save_draft(folder, draft, provenance, torch.float32)
     return folder

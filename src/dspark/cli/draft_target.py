@@ -9,20 +9,14 @@ from dspark.cli.console import Screen
 from dspark.pairing import check_pair, target_section
 
 
-def load_target_of(
-    folder: Path, other: str | None, screen: Screen, max_context: int | None = None
-) -> LoadedTarget:
+def load_target_of(folder: Path, other: str | None, screen: Screen) -> LoadedTarget:
     """The target of the draft in ``folder``, or ``other`` (a path, ``package:NAME`` or hub id).
-
-    ``max_context`` instead of the context the draft was made with.
 
     Raises:
         CheckpointError, TargetError: see :func:`dspark.pairing.target_section` and
             :func:`dspark.pairing.check_pair`.
     """
     section = target_section(folder, other)
-    if max_context is not None:
-        section = section.model_copy(update={"max_context": max_context})
     with screen.bar(f"loading {section.source}", None):
         target = load_target(section)
     check_pair(folder, target, lambda text: screen.stage("warning", text), named=other is not None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import socket
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from dspark.checkpoint.published import read_config
 from dspark.checkpoint.target import LoadedTarget
 from dspark.cli.console import Screen
 from dspark.cli.doctor_target import Request, expected_acceptance, probe_prompts
-from dspark.cli.draft_target import load_target_of
 from dspark.cli.serve import served_draft
 from dspark.cli.serve_options import ServeOptions
 from dspark.cli.speculation import engine_options, read_speculation
@@ -60,18 +60,21 @@ def serve_embedded(options: ServeOptions) -> None:
     config, _ = read_config(options.draft)
     made = engine_options(options.max_num_seqs, options.cache_gib, config.block_size, found)
     link = take_port(options.host, options.port)
-    target = load_target_of(options.draft, options.target, screen, options.max_model_len)
-    with screen.bar("building the engine", None):
-        engine = Engine(target, options.draft, options=made)
+    with screen.bar("loading target and draft", None), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UserWarning)
+        engine = Engine(
+            options.target, options.draft, options=made, max_context=options.max_model_len
+        )
+    doubts = [str(doubt.message) for doubt in told]
     check = probe(engine, options.draft, dict(served.raw), screen) if options.probe else None
-    name = options.served_model_name or target.files.source
+    name = options.served_model_name or engine.loaded.files.source
     service = Service(engine, name, Limits(waiting=options.max_waiting))
-    show_banner(facts(options, service, found), found.warnings, screen.console)
+    show_banner(facts(options, service, found), (*doubts, *found.warnings), screen.console)
     if check is not None:
         show_probe(check, screen.console)
     about = About(
         version=__version__,
-        target=target.files.source,
+        target=engine.loaded.files.source,
         draft=str(options.draft),
         block_size=made.draft_tokens or config.block_size,
     )

@@ -15,13 +15,13 @@ from dspark.checkpoint.published import read_config
 from dspark.checkpoint.sizes import WIDTH, TargetSizes, read_sizes
 from dspark.checkpoint.source import find_target
 from dspark.cli.bounds import PROCESS, target_weights
-from dspark.cli.draft_target import target_section
 from dspark.cli.serve import served_draft
 from dspark.cli.serve_options import ServeOptions
 from dspark.cli.speculation import engine_options, read_speculation
 from dspark.config.architecture import DraftConfig
 from dspark.config.engine import EngineOptions
 from dspark.model.draft import DSparkDraft
+from dspark.pairing import target_section
 
 
 @dataclass(frozen=True)
