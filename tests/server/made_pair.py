@@ -26,7 +26,7 @@ SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>", "<mask>", "<user>", "<assistant>"
 PAIRS = ["th", "he", "an", "in", "er", "on", "re", "at", "en", "or", '":', '",', '{"', '"}']
 WORDS = [("th", "e"), ("an", "d"), ("in", "g")]
 END = SPECIAL.index("<eos>")
-HIDDEN, LAYERS, CONTEXT, BLOCK = 64, 4, 512, 7
+CONTEXT, BLOCK = 512, 7
 TEMPLATE = (
     "<bos>{% if tools %}<system>{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}<{{ 'user' if m.role == 'tool' else m.role }}>{{ m.content }}"
@@ -71,16 +71,16 @@ def _scales(tokenizer: Any) -> torch.Tensor:
     return scale
 
 
-def make(folder: Path, seed: int = 0) -> tuple[Path, Path]:
+def make(folder: Path, hidden: int = 64, layers: int = 4) -> tuple[Path, Path]:
     """Write (target, draft) folders below ``folder``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = make_tokenizer()
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(tokenizer), hidden_size=HIDDEN, intermediate_size=96,
-            num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=hidden * 3 // 2,
+            num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
             max_position_embeddings=CONTEXT, tie_word_embeddings=False,
             bos_token_id=1, eos_token_id=END, pad_token_id=0,
         )
@@ -92,7 +92,7 @@ def make(folder: Path, seed: int = 0) -> tuple[Path, Path]:
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 weight.mul_(0.35)
         model.model.embed_tokens.weight.normal_(0, 1)
-        model.lm_head.weight.normal_(0, 1).mul_(_scales(tokenizer))
+        model.lm_head.weight.normal_(0, 8 * hidden**-0.5).mul_(_scales(tokenizer))
     model.generation_config.eos_token_id = END
     target = folder / "target"
     model.save_pretrained(target)
@@ -103,12 +103,13 @@ def make(folder: Path, seed: int = 0) -> tuple[Path, Path]:
 
 
 def _draft(folder: Path, model: Any, size: int, provenance: dict[str, Any]) -> Path:
+    hidden, layers = model.config.hidden_size, model.config.num_hidden_layers
     config = K3DraftConfig(
-        hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        hidden_size=hidden, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
         q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
         vocab_size=size, max_position_embeddings=CONTEXT, rope_parameters=RopeParameters(),
-        target_layer_ids=(0, 1), target_num_hidden_layers=LAYERS, target_hidden_size=HIDDEN,
-        mask_token_id=SPECIAL.index("<mask>"), markov_rank=HIDDEN, block_size=BLOCK,
+        target_layer_ids=(0, 1), target_num_hidden_layers=layers, target_hidden_size=hidden,
+        mask_token_id=SPECIAL.index("<mask>"), markov_rank=hidden, block_size=BLOCK,
     )  # fmt: skip
     draft = initialise(DSparkDraft(config), None, 0)
     embedding = model.model.embed_tokens.weight.detach()

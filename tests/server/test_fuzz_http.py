@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,7 @@ def hammer(served: Served, path: str, mode: Any, examples: int, seen: Counter[in
             case.body["model"] = MODEL  # otherwise nearly all of them end at an unknown model
         response = case.call(base_url=served.base)
         seen[response.status_code] += 1
-        assert response.status_code < 500, (case.body, response.text)
+        assert response.status_code < 500, json.dumps(case.body)[:2000]
         if response.status_code >= 400:
             assert set(json.loads(response.content)["error"]) == {
                 "message",
@@ -86,24 +85,14 @@ def test_bytes_as_bodies_never_give_a_5xx(small: Served, body: bytes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
-def test_twenty_thousand_made_requests_never_give_a_5xx(small: Served) -> None:
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("mode", MODES, ids=["sound", "unsound"])
+@pytest.mark.parametrize("path", PATHS)
+def test_five_thousand_more_of_each_kind(small: Served, path: str, mode: Any) -> None:
+    """Twenty thousand over the four kinds."""
     seen: Counter[int] = Counter()
-    failures: list[BaseException] = []
-
-    def worker(path: str, mode: Any) -> None:
-        try:
-            hammer(small, path, mode, MANY // 4, seen)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=worker, args=(p, m)) for p in PATHS for m in MODES]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures[0]
-    assert sum(seen.values()) >= MANY, seen
-    assert seen[200] > MANY // 50, seen
-    print(f"answers by status: {dict(seen)}")
+    hammer(small, path, mode, MANY // 4, seen)
+    assert sum(seen.values()) >= MANY // 4, seen
+    assert mode is MODES[1] or seen[200] > MANY // 100, seen
+    print(f"{path}: answers by status {dict(seen)}")
     small.idle()

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from dspark.decoding.params import SamplingParams
 from dspark.engine.request import TokenLogprob
-from dspark.server.choice import Piece, stop_reason, token_kinds
+from dspark.server.choice import Piece, joined, stop_reason, token_kinds
 from dspark.server.errors import bad_request
 from dspark.server.protocol import ChatRequest
 from dspark.server.respond import event
@@ -79,15 +79,12 @@ class Chat:
 
     async def whole(self, events: AsyncIterator[Event]) -> dict[str, Any]:
         """The response that is not streamed: its pieces, joined."""
-        turns = [_Turn(self) for _ in range(self.params.n)]
-        choices: list[dict[str, Any] | None] = [None] * self.params.n
+        pieces: list[list[Piece]] = [[] for _ in range(self.params.n)]
         async for item in events:
             if isinstance(item, Result):
-                messages = [_message(choice) for choice in choices if choice is not None]
-                return self._envelope("chat.completion", messages, item)
-            new = turns[item.index].take(item)
-            old = choices[item.index]
-            choices[item.index] = new if old is None else _joined(old, new)
+                choices = [_Turn(self).take(joined(own)) for own in pieces]
+                return self._envelope("chat.completion", [_message(c) for c in choices], item)
+            pieces[item.index].append(item)
         raise AssertionError("events end with the result")
 
     def logprobs(self, entries: tuple[TokenLogprob, ...]) -> dict[str, Any] | None:
@@ -165,7 +162,7 @@ class _Turn:
             if first:
                 choice["prompt_token_ids"] = chat.prompt
         if chat.body.return_token_kinds:
-            choice["dspark"] = {"steps": [token_kinds(piece.delta, chat.service.texts)]}
+            choice["dspark"] = token_kinds(piece, chat.service.texts)
         return choice
 
     def _delta(self, text: str, *, final: bool) -> dict[str, Any]:
@@ -197,33 +194,6 @@ class _Turn:
             out["tool_calls"] = [{"index": i, **call.as_json()} for i, call in numbered]
             self._calls += len(calls)
         return out
-
-
-def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """One choice out of two consecutive chunks of it."""
-    a, b = old["delta"], new["delta"]
-    delta = {**a, "content": (a.get("content") or "") + (b.get("content") or "")}
-    calls = [dict(call) for call in a.get("tool_calls", [])]
-    for part in b.get("tool_calls", []):
-        if part["index"] < len(calls):
-            known = calls[part["index"]]
-            arguments = known["function"]["arguments"] + part["function"]["arguments"]
-            known["function"] = {**known["function"], "arguments": arguments}
-        else:
-            calls.append(part)
-    if calls:
-        delta["tool_calls"] = calls
-    out = {**old, "delta": delta}
-    for key in ("finish_reason", "stop_reason"):
-        out[key] = new[key]
-    if old["logprobs"] is not None:
-        content = old["logprobs"]["content"] + new["logprobs"]["content"]
-        out["logprobs"] = {**old["logprobs"], "content": content}
-    if "token_ids" in old:
-        out["token_ids"] = old["token_ids"] + new["token_ids"]
-    if "dspark" in old:
-        out["dspark"] = {"steps": old["dspark"]["steps"] + new["dspark"]["steps"]}
-    return out
 
 
 def _message(choice: dict[str, Any]) -> dict[str, Any]:

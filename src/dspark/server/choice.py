@@ -10,7 +10,8 @@ have no text: they are in the ids and the usage, not in the log-probabilities.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dspark.engine.answer import Delta
@@ -21,7 +22,8 @@ from dspark.engine.request import TokenLogprob
 class Piece:
     """What is new of answer ``index`` to prompt ``prompt``.
 
-    ``places`` are where in the answer's text the tokens of ``logprobs`` begin.
+    ``places`` are where in the answer's text the tokens of ``logprobs`` begin; ``steps`` the
+    forwards that gave it (of one alone, ``delta`` itself).
     """
 
     prompt: int
@@ -30,10 +32,27 @@ class Piece:
     logprobs: tuple[TokenLogprob, ...]
     places: tuple[int, ...]
     delta: Delta
+    steps: tuple[Delta, ...] = ()
 
     @property
     def finish_reason(self) -> str | None:
         return self.delta.finish_reason
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """One piece out of all consecutive pieces of an answer; its delta has every token."""
+    last = pieces[-1]
+    deltas = [piece.delta for piece in pieces]
+    delta = replace(last.delta, text="", ids=tuple(i for d in deltas for i in d.ids), logprobs=())
+    return Piece(
+        last.prompt,
+        last.index,
+        "".join(piece.text for piece in pieces),
+        tuple(x for piece in pieces for x in piece.logprobs),
+        tuple(x for piece in pieces for x in piece.places),
+        delta,
+        tuple(deltas),
+    )
 
 
 @dataclass
@@ -92,8 +111,13 @@ def stop_reason(delta: Delta, own_ends: frozenset[int]) -> int | str | None:
     return None if isinstance(reason, int) and reason in own_ends else reason
 
 
-def token_kinds(delta: Delta, texts: TokenTexts) -> dict[str, Any]:
-    """One step for ``return_token_kinds``: each token's id, kind and place in the answer's text;
+def token_kinds(piece: Piece, texts: TokenTexts) -> dict[str, Any]:
+    """``return_token_kinds`` of a choice, forward by forward."""
+    return {"steps": [_step(delta, texts) for delta in piece.steps or (piece.delta,)]}
+
+
+def _step(delta: Delta, texts: TokenTexts) -> dict[str, Any]:
+    """Each token's id, kind and place in the answer's text;
     what was drafted, admitted and accepted; the texts of drafted tokens that were refused."""
     count = delta.count
     return {

@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from dspark.decoding.params import SamplingParams
-from dspark.server.choice import Piece, stop_reason, token_kinds
+from dspark.server.choice import Piece, joined, stop_reason, token_kinds
 from dspark.server.errors import bad_request
 from dspark.server.protocol import CompletionRequest
 from dspark.server.respond import event
@@ -87,14 +87,12 @@ class Completions:
 
     async def whole(self, events: AsyncIterator[Event]) -> dict[str, Any]:
         """The response that is not streamed: its pieces, joined."""
-        choices: dict[int, dict[str, Any]] = {}
+        pieces: dict[int, list[Piece]] = {}
         async for item in events:
             if isinstance(item, Result):
-                ordered = [choices[index] for index in sorted(choices)]
-                return self._envelope(ordered, item)
-            index = self._index(item)
-            new = self._choice(item, first=index not in choices)
-            choices[index] = _joined(choices[index], new) if index in choices else new
+                every = [joined(pieces[index]) for index in sorted(pieces)]
+                return self._envelope([self._choice(p, first=True) for p in every], item)
+            pieces.setdefault(self._index(item), []).append(item)
         raise AssertionError("events end with the result")
 
     def _index(self, piece: Piece) -> int:
@@ -115,7 +113,7 @@ class Completions:
             if first:
                 choice["prompt_token_ids"] = self.prompts[piece.prompt]
         if self.body.return_token_kinds:
-            choice["dspark"] = {"steps": [token_kinds(piece.delta, self.service.texts)]}
+            choice["dspark"] = token_kinds(piece, self.service.texts)
         return choice
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
@@ -156,19 +154,3 @@ class Completions:
             if self.body.return_acceptance:
                 out["dspark"] = result.dspark()
         return out
-
-
-def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """One choice out of two consecutive pieces of it."""
-    out = {**old, "text": old["text"] + new["text"]}
-    for key in ("finish_reason", "stop_reason"):
-        out[key] = new[key]
-    if old["logprobs"] is not None:
-        out["logprobs"] = {
-            key: old["logprobs"][key] + new["logprobs"][key] for key in new["logprobs"]
-        }
-    if "token_ids" in old:
-        out["token_ids"] = old["token_ids"] + new["token_ids"]
-    if "dspark" in old:
-        out["dspark"] = {"steps": old["dspark"]["steps"] + new["dspark"]["steps"]}
-    return out
