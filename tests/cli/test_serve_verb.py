@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,9 +17,16 @@ from pathlib import Path
 
 import httpx2
 import pytest
+import torch
 from openai import OpenAI
+from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from conftest import environment
+from dspark import Engine
+from dspark.cli.banner import show_probe
+from dspark.cli.console import Screen
+from dspark.cli.embedded import probe
 from dspark.cli.main import entry
 
 LIMITS = ("--max-model-len", "256", "--max-num-seqs", "4")
@@ -173,3 +182,30 @@ def test_a_taken_port_and_misplaced_arguments_are_told_before_loading(
     assert "name another port" in " ".join(capsys.readouterr().err.split())
     assert run(*words(made_pair, "--", "--tensor-parallel-size", "8")) == 2
     assert "vllm or atom" in capsys.readouterr().err
+
+
+def test_a_draft_that_drafts_rubbish_is_shown_in_a_box(
+    made_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    target, folder = made_pair
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    weights = load_file(broken / "model.safetensors")
+    name = "markov_head.markov_w2.weight"
+    weights[name] = torch.randn_like(weights[name])
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    boxes = []
+    for draft in (folder, broken):
+        raw = json.loads((draft / "config.json").read_text())
+        check = probe(
+            Engine(str(target), draft, device="cpu"), draft, raw, Screen(Console(quiet=True))
+        )
+        seen = io.StringIO()
+        show_probe(check, Console(file=seen, width=120))
+        boxes.append((check.status, seen.getvalue()))
+    assert boxes[0][0] == "warn", "it drafts, with nothing to compare with"
+    status, text = boxes[1]
+    assert status == "fail"
+    assert "the draft does not draft as it should" in text
+    assert "nothing is accepted" in text
+    assert "─" in text

@@ -16,8 +16,7 @@ import pytest
 from dspark.server.playground import playground
 from server.serving import Served, make_engine, serving
 
-FACTS = {"version": "1", "target": "t", "draft": "d", "block_size": 7, "model": "m", "locked": True,
-         "expected": None}  # fmt: skip
+FACTS = {"version": "1", "target": "t", "draft": "d", "block_size": 7, "model": "m", "locked": True}  # fmt: skip
 
 
 def test_the_page_loads_nothing_and_allows_its_own_script_only(served: Served) -> None:

@@ -54,7 +54,6 @@ class About(Frozen):
     target: str
     draft: str | None
     block_size: int
-    expected: float | None = None
 
 
 class _StrictJSON(Request):
