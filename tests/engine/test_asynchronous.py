@@ -66,7 +66,8 @@ def test_places_of_tokens_are_where_their_text_begins(engine: Engine) -> None:
     for place, (token, start) in enumerate(zip(ids, starts, strict=True)):
         own = engine.decode([token])
         if "\ufffd" not in own and start < len(text):
-            assert text[start:].startswith(own), (place, own)
+            # Bytes that never became a character may still stand before it.
+            assert text[start:].lstrip("\ufffd").startswith(own), (place, own)
 
 
 def test_callers_who_leave_at_any_moment_leave_nothing_behind(engine: Engine) -> None:

@@ -91,7 +91,8 @@ def test_a_streamed_completion_is_the_whole_one(served: Served, case: dict[str, 
         own = out[choice.index]
         assert "".join(own["text"]) == choice.text
         assert own["ids"] == choice.token_ids
-        assert own["logprobs"] == choice.logprobs.token_logprobs
+        # Two prompts are two requests: whether they meet in one forward is a matter of time.
+        assert own["logprobs"] == pytest.approx(choice.logprobs.token_logprobs, abs=1e-4)
     assert whole.usage.prompt_tokens == len(served.service.engine.encode("once")) + 3
 
 

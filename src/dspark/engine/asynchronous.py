@@ -54,6 +54,7 @@ class AsyncDriver:
         self._orders: deque[_Order] = deque()
         self._working = False
         self._streams: dict[str, asyncio.Queue[Delta | Exception]] = {}
+        self._own: set[str] = set()  # touched by the thread alone
         self._numbers = itertools.count()
 
     async def events(
@@ -76,12 +77,12 @@ class AsyncDriver:
                 fix="Wait for the first request to end, or use another id.",
             )
         queue = self._streams[name] = asyncio.Queue()
-        held = False
+        submitted = self._order(
+            lambda: self._submit(prompt, params, name), lambda: self._forget(name)
+        )
+        held = True
         try:
-            await self._order(
-                lambda: self.core.submit(prompt, params, name), lambda: self.core.forget(name)
-            )
-            held = True
+            await submitted
             open_answers = params.n
             while open_answers:
                 delta = await queue.get()
@@ -89,13 +90,14 @@ class AsyncDriver:
                     raise StepError(f"the engine failed: {delta}") from delta
                 open_answers -= delta.finish_reason is not None
                 yield delta
-            output: RequestOutput = await self._order(lambda: self.core.collect(name))
+            output: RequestOutput = await self._order(lambda: self._collect(name))
             held = False
             yield output
         finally:
             del self._streams[name]
-            if held:
-                await self._order(lambda: self.core.forget(name))
+            # A caller may be cancelled between its request's submission and hearing of it.
+            if held and submitted.done() and not submitted.cancelled():
+                await self._order(lambda: self._forget(name))
 
     async def stream(
         self, prompt: Sequence[int], params: SamplingParams, id: str | None = None
@@ -120,6 +122,23 @@ class AsyncDriver:
         """End a request; its stream gets a last piece."""
         self._tell(await self._order(lambda: self.core.abort(id)))
 
+    def _submit(self, prompt: Sequence[int], params: SamplingParams, name: str) -> None:
+        self.core.submit(prompt, params, name)
+        self._own.add(name)
+
+    def _collect(self, name: str) -> RequestOutput:
+        self._own.discard(name)
+        return self.core.collect(name)
+
+    def _forget(self, name: str) -> None:
+        self._own.discard(name)
+        self.core.forget(name)
+
+    @property
+    def _busy(self) -> bool:
+        """Whether a request of this driver is unfinished; others are none of its thread's work."""
+        return any(not self.core.finished(name) for name in self._own)
+
     def _order(
         self, work: Callable[[], Any], undo: Callable[[], Any] | None = None
     ) -> asyncio.Future[Any]:
@@ -138,13 +157,13 @@ class AsyncDriver:
         while True:
             with self._lock:
                 orders, self._orders = self._orders, deque()
-                if not orders and not self.core.unfinished:
+                if not orders and not self._busy:
                     self._working = False
                     return
             for order in orders:
                 loop = order.future.get_loop()
                 self._serve(order, loop)
-            if not self.core.unfinished:
+            if not self._busy:
                 continue
             try:
                 deltas = self.core.step()
