@@ -20,7 +20,7 @@ from server.made_pair import make
 from server.serving import MODEL, Served, make_engine, serving
 
 CLIENT = Path(__file__).with_name("load_client.py")
-BATCH, PROMPTS, TOKENS = 8, 32, 48
+BATCH, PROMPTS, TOKENS = 8, 32, 96
 
 
 def load(served: Served, requests: list[dict[str, Any]], clients: int) -> dict[str, Any]:
