@@ -21,6 +21,26 @@ from dspark.server.run import Listen, make_server
 from dspark.server.service import Limits, Service
 
 MODEL = "made-pair"
+CHAT = "/v1/chat/completions"
+
+
+def chat(text: str = "hello") -> list[dict[str, str]]:
+    """One user turn."""
+    return [{"role": "user", "content": text}]
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
+
+
+def fault(response: httpx2.Response, status: int) -> dict[str, Any]:
+    """The error of a response, in OpenAI's shape to the field."""
+    assert response.status_code == status, response.text
+    found = response.json()
+    assert set(found) == {"error"}
+    assert set(found["error"]) == {"message", "type", "param", "code"}
+    assert found["error"]["message"]
+    return found["error"]
 
 
 @dataclass

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
 
 from dspark import SamplingParams
-from server.serving import MODEL, Served
+from server.serving import MODEL, Served, chat
 
 CASES: list[dict[str, Any]] = [
     {"temperature": 0, "max_tokens": 60},
@@ -19,10 +18,6 @@ CASES: list[dict[str, Any]] = [
     {"temperature": 0.8, "max_tokens": 50, "seed": -5, "top_p": 0.9, "presence_penalty": 0.5},
     {"temperature": 0, "max_tokens": 50, "logit_bias": {"60": 4, "51": -100}},
 ]
-
-
-def chat(text: str = "hello") -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
 
 
 def streamed_chat(served: Served, **fields: Any) -> dict[int, dict[str, Any]]:
@@ -242,105 +237,6 @@ def test_64_clients_at_once_get_their_own_text(served: Served) -> None:
     )
     assert together == [output.text for output in alone]
     assert len(set(together[::2])) > 16, "canaries must differ to prove anything"
-
-
-def test_json_schemas_and_choices_are_always_followed(served: Served) -> None:
-    schema = {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 5},
-            "size": {"type": "integer", "minimum": 0, "maximum": 99},
-            "kind": {"enum": ["a", "b"]},
-        },
-        "required": ["name", "size", "kind"],
-        "additionalProperties": False,
-    }
-    accepted = 0
-    for seed in range(6):
-        done = served.client.chat.completions.create(
-            model=MODEL, messages=chat(str(seed)), temperature=seed % 2, seed=seed, max_tokens=400,
-            response_format={
-                "type": "json_schema", "json_schema": {"name": "thing", "schema": schema}
-            },
-            extra_body={"return_acceptance": True},
-        )  # fmt: skip
-        assert done.choices[0].finish_reason == "stop"
-        thing = json.loads(done.choices[0].message.content)
-        assert set(thing) == {"name", "size", "kind"}
-        assert len(thing["name"]) <= 5
-        assert 0 <= thing["size"] <= 99
-        accepted += done.dspark["acceptance"]["accepted"]
-    assert accepted > 3, "drafts go on under a grammar"
-    chosen = served.client.completions.create(
-        model=MODEL, prompt="x", max_tokens=50, n=4, seed=1,
-        extra_body={"structured_outputs": {"choice": ["yes or no", "nö \"q\""]}},
-    )  # fmt: skip
-    assert {c.text for c in chosen.choices} <= {"yes or no", 'nö "q"'}
-
-
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"days": {"type": "integer", "minimum": 1, "maximum": 9}},
-            "required": ["days"],
-            "additionalProperties": False,
-        },
-    },
-}
-TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}}  # fmt: skip
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str
-)
-def test_forced_tool_calls_are_valid(served: Served, choice: Any, stream: bool) -> None:
-    for seed in range(3):
-        asked: dict[str, Any] = {
-            "model": MODEL, "messages": chat(), "seed": seed, "max_tokens": 200,
-            "tools": [WEATHER, TIME], "tool_choice": choice, "parallel_tool_calls": False,
-        }  # fmt: skip
-        if stream:
-            calls: list[list[str]] = []
-            for chunk in served.client.chat.completions.create(stream=True, **asked):
-                for part in chunk.choices[0].delta.tool_calls or []:
-                    if part.index == len(calls):
-                        calls.append([part.function.name, ""])
-                    calls[part.index][1] += part.function.arguments
-                reason = chunk.choices[0].finish_reason
-        else:
-            done = served.client.chat.completions.create(**asked).choices[0]
-            calls = [[c.function.name, c.function.arguments] for c in done.message.tool_calls]
-            reason = done.finish_reason
-            assert done.message.content is None
-        assert reason == "tool_calls"
-        ((name, arguments),) = calls
-        assert name in ("weather", "time")
-        found = json.loads(arguments)
-        assert found == {} if name == "time" else 1 <= found["days"] <= 9
-
-
-def test_tools_reach_the_template_and_calls_may_be_sent_back(served: Served) -> None:
-    asked = {"model": MODEL, "max_tokens": 4, "temperature": 0}
-    plain = served.client.chat.completions.create(messages=chat(), **asked)
-    shown = served.client.chat.completions.create(messages=chat(), tools=[WEATHER], **asked)
-    hidden = served.client.chat.completions.create(
-        messages=chat(), tools=[WEATHER], tool_choice="none", **asked
-    )
-    assert shown.usage.prompt_tokens > plain.usage.prompt_tokens + 50
-    assert hidden.usage.prompt_tokens == plain.usage.prompt_tokens
-    call = {
-        "id": "c1",
-        "type": "function",
-        "function": {"name": "weather", "arguments": '{"days": 2}'},
-    }
-    turns = [*chat(), {"role": "assistant", "content": None, "tool_calls": [call]},
-             {"role": "tool", "tool_call_id": "c1", "content": "rain"}]  # fmt: skip
-    back = served.client.chat.completions.create(messages=turns, tools=[WEATHER], **asked)
-    assert back.usage.prompt_tokens > shown.usage.prompt_tokens + 20
 
 
 def test_echo_and_n_and_prompts_are_numbered_as_openai_does(served: Served) -> None:
