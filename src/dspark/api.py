@@ -75,6 +75,7 @@ class Engine:
             files, section = _section(target, folder, dtype, device, max_context)
             target = load_target(section, files)
         self.loaded, self.tokenizer = target, target.tokenizer
+        self.identity = f"{target.files.source} {target.files.revision} {folder}"
         drafter: Drafter | None = None
         layer_ids: tuple[int, ...] = ()
         if folder is not None:
@@ -98,7 +99,7 @@ class Engine:
             decode=self.decode,
             tokenizer=self.tokenizer,
             options=options,
-            identity=f"{target.files.source} {target.files.revision} {folder}",
+            identity=self.identity,
         )
         self._driver = AsyncDriver(self.core)
 
@@ -186,6 +187,12 @@ class Engine:
         """One prompt's whole result, under asyncio; many may run at once and share batches."""
         own = params or SamplingParams()
         return await self._driver.generate(self.encode(prompt), own, id, on_delta)
+
+    def events_async(
+        self, prompt: Prompt, params: SamplingParams | None = None, id: str | None = None
+    ) -> AsyncIterator[Delta | RequestOutput]:
+        """As :meth:`stream_async`, with the whole result as the last item."""
+        return self._driver.events(self.encode(prompt), params or SamplingParams(), id)
 
     async def abort_async(self, id: str) -> None:
         """End a request of :meth:`stream_async` or :meth:`generate_async`."""

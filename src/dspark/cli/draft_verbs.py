@@ -12,6 +12,8 @@ from typing import Annotated
 
 import typer
 
+from dspark.cli import serve_options as told
+
 verbs = typer.Typer()
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe YAML.")]
@@ -215,21 +217,53 @@ def doctor(
 @verbs.command()
 def serve(
     checkpoint: Annotated[Path, typer.Argument(metavar="DRAFT", help="A draft folder.")],
-    engine_args: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[-- ENGINE ARGS]", help="Passed on to the engine, after --."),
-    ] = None,
-    engine: Annotated[str, typer.Option(help="vllm or atom.")] = "embedded",
-    target: Annotated[
-        str | None, typer.Option(help="Folder or hub id; the one in provenance when left out.")
-    ] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Print the engine's command.")] = False,
+    engine_args: told.EngineArgs = None,
+    engine: told.EngineName = "embedded",
+    target: told.Target = None,
+    host: told.Host = "127.0.0.1",
+    port: told.Port = 8000,
+    api_key: told.ApiKey = None,
+    max_model_len: told.MaxModelLen = None,
+    max_num_seqs: told.MaxNumSeqs = 16,
+    max_waiting: told.MaxWaiting = 64,
+    cache_gib: told.CacheGiB = 1.0,
+    speculative_config: told.SpeculativeConfig = None,
+    served_model_name: told.ServedName = None,
+    drain: told.Drain = 60,
+    probe: told.Probe = True,
+    plan: told.Plan = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
-    """Print the command that serves a draft in vLLM or ATOM (with --plan)."""
-    from dspark.cli.serve import plan_serving, show
+    """Serve a draft and its target: OpenAI's API, metrics, a playground."""
+    if engine != "embedded":
+        from dspark.cli.serve import plan_serving, show
 
-    show(plan_serving(checkpoint, engine, target, engine_args or [], plan=plan), as_json=as_json)
+        own = {
+            "--host": host != "127.0.0.1", "--port": port != 8000,
+            "--max-model-len": max_model_len is not None, "--max-num-seqs": max_num_seqs != 16,
+            "--speculative-config": speculative_config is not None,
+            "--served-model-name": served_model_name is not None,
+        }  # fmt: skip
+        if given := [name for name, value in own.items() if value]:
+            raise typer.BadParameter(f"for {engine}, put {', '.join(given)} behind --")
+        show(
+            plan_serving(checkpoint, engine, target, engine_args or [], plan=plan), as_json=as_json
+        )
+        return
+    if engine_args:
+        raise typer.BadParameter("arguments behind -- are for --engine vllm or atom")
+    options = told.ServeOptions(
+        checkpoint, target, host, port, tuple(api_key or ()), max_model_len, max_num_seqs,
+        max_waiting, cache_gib, speculative_config, served_model_name, drain, probe,
+    )  # fmt: skip
+    if plan:
+        from dspark.cli.serve_plan import plan_embedded, show_plan
+
+        show_plan(plan_embedded(options), as_json=as_json)
+        return
+    from dspark.cli.embedded import serve_embedded
+
+    serve_embedded(options)
 
 
 @verbs.command()

@@ -40,6 +40,7 @@ class Runner:
     ) -> None:
         self.target, self.drafter, self.pool = target, drafter, pool
         self.samplers: dict[Request, RequestSampler] = {}
+        self.draft_tokens = drafter.block_size if drafter else 0
         layers: list[list[tuple[int, int, torch.dtype]]] = []
         flat = isinstance(target, DecoderTarget)
         if isinstance(target, DecoderTarget):
@@ -147,9 +148,9 @@ class Runner:
         # No more drafts than could still be emitted: a bonus always follows.
         size = self.drafter.block_size
         blocks = {
-            r: Block(self.samplers[r], r.output, r.output[-1], min(size, r.room - 1))
+            r: Block(self.samplers[r], r.output, r.output[-1], min(self.draft_tokens, r.room - 1))
             for r in requests
-            if r.room > 1
+            if r.room > 1 and self.samplers[r].params.speculate
         }
         if not blocks:
             return {}
@@ -184,6 +185,7 @@ def _result(request: Request, claim: Claim, settled: Settled, rows: int) -> Step
         [*repeat(drafted, accepted), last],
         None if claim.block is None else StepCount(len(ids), len(ids), accepted),
         _logprobs(claim.logits, tokens, claim.sampler.params.logprobs),
+        tuple(ids[accepted:]),
     )
 
 
