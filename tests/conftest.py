@@ -23,7 +23,10 @@ from filelock import FileLock
 import tiny_model
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from engine.pairs import Pair
+    from server.serving import Served
 
 HERE = Path(__file__).parent
 # Tensors are tiny here: a second thread costs more than it brings, and far more on a busy machine.
@@ -135,3 +138,20 @@ def pair(tiny_run: Path, tiny_target: Path, tmp_path_factory: pytest.TempPathFac
     from engine.pairs import Pair
 
     return Pair.of(tiny_run, tiny_target, tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def made_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Folders of a target and a draft that need no training (see ``server.made_pair``)."""
+    from server.made_pair import make
+
+    return make(tmp_path_factory.mktemp("made-pair"))
+
+
+@pytest.fixture(scope="session")
+def served(made_pair: tuple[Path, Path]) -> Iterator[Served]:
+    """One server around the made pair, for all tests that leave it as they find it."""
+    from server.serving import make_engine, serving
+
+    with serving(make_engine(made_pair)) as running:
+        yield running

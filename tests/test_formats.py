@@ -13,11 +13,30 @@ from dspark.artifacts.made import Attempt, Made
 from dspark.artifacts.manifest import FileEntry, Parent
 from dspark.artifacts.record import Done, StageRecord
 from dspark.bench.curves import Evaluation, Training, TrainingStep
+from dspark.bench.figures.comparison import (
+    Comparison,
+    Divergence,
+    Identity,
+    Overall,
+    PairFigures,
+)
+from dspark.bench.figures.schema import (
+    Acceptance,
+    ArmFigures,
+    PromptRow,
+    Quality,
+    SpeedFigures,
+    Spread,
+    SuiteResults,
+)
+from dspark.bench.play.turn import Accepted, Turn
+from dspark.bench.play.turn import Answer as SuiteAnswer
 from dspark.bench.results import Bench, BenchArm, Lineage, LineageEntry, Summary, SummaryResult
 from dspark.checkpoint.calibration import BinFigures, CalibratedMode, Calibration, SlotFigures
 from dspark.checkpoint.published import FIXED, FORBIDDEN, INERT
 from dspark.checkpoint.tensorfile import ITEM_BYTES
 from dspark.config.architecture import K3DraftConfig, Qwen3DraftConfig, RopeParameters
+from dspark.data.answer_report import AnswerCategory, AnswerMaker, AnswerReport
 from dspark.data.prompt import Prompt
 from dspark.data.prompt_report import (
     CategoryReport,
@@ -29,7 +48,7 @@ from dspark.data.prompt_report import (
     PromptReport,
     SourceReport,
 )
-from dspark.hidden.answers import Answer
+from dspark.hidden.answers import Answer, Counts, Generation, Sampling
 from dspark.hidden.disk import _TENSORS
 
 TEXT = (Path(__file__).parent.parent / "docs" / "formats.md").read_text(encoding="utf-8")
@@ -62,12 +81,35 @@ def section(title: str) -> set[str]:
                 HitReport,
             ],
         ),
-        ("answers.jsonl", [Answer]),
         ("calibration.json", [Calibration, CalibratedMode, SlotFigures, BinFigures]),
+        (
+            "Answers",
+            [Answer, Generation, Sampling, Counts, AnswerReport, AnswerCategory, AnswerMaker],
+        ),
         ("training.json", [Training, TrainingStep, Evaluation]),
         (
             "bench.json, results.json, summary.json, lineage.json",
             [Bench, BenchArm, SummaryResult, Summary, Lineage, LineageEntry],
+        ),
+        (
+            "Results of suites",
+            [
+                SuiteResults,
+                ArmFigures,
+                Acceptance,
+                SpeedFigures,
+                Spread,
+                Quality,
+                PromptRow,
+                Turn,
+                SuiteAnswer,
+                Accepted,
+                Comparison,
+                PairFigures,
+                Overall,
+                Identity,
+                Divergence,
+            ],
         ),
     ],
 )

@@ -85,6 +85,7 @@ class Engine:
             files, section = _section(target, folder, dtype, device, max_context)
             target = load_target(section, files)
         self.loaded, self.tokenizer = target, target.tokenizer
+        self.identity = f"{target.files.source} {target.files.revision} {folder}"
         drafter: Drafter | None = None
         layer_ids: tuple[int, ...] = ()
         if folder is not None:
@@ -109,7 +110,7 @@ class Engine:
             decode=self.decode,
             tokenizer=self.tokenizer,
             options=options,
-            identity=f"{target.files.source} {target.files.revision} {folder}",
+            identity=self.identity,
         )
         self._driver = AsyncDriver(self.core)
         if drafter is not None and self.core.options.scheduler != "fixed":
@@ -222,10 +223,21 @@ class Engine:
         return self._driver.stream(self.encode(prompt), params or SamplingParams(), id)
 
     async def generate_async(
-        self, prompt: Prompt, params: SamplingParams | None = None, id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        id: str | None = None,
+        on_delta: Callable[[Delta], None] = lambda _: None,
     ) -> RequestOutput:
         """One prompt's whole result, under asyncio; many may run at once and share batches."""
-        return await self._driver.generate(self.encode(prompt), params or SamplingParams(), id)
+        own = params or SamplingParams()
+        return await self._driver.generate(self.encode(prompt), own, id, on_delta)
+
+    def events_async(
+        self, prompt: Prompt, params: SamplingParams | None = None, id: str | None = None
+    ) -> AsyncIterator[Delta | RequestOutput]:
+        """As :meth:`stream_async`, with the whole result as the last item."""
+        return self._driver.events(self.encode(prompt), params or SamplingParams(), id)
 
     async def abort_async(self, id: str) -> None:
         """End a request of :meth:`stream_async` or :meth:`generate_async`."""

@@ -77,6 +77,15 @@ class DecodingError(DSparkError):
     """An unsupported combination of verification mode, draft sampling and parameters."""
 
 
+class EndpointError(DSparkError):
+    """A server that is not there, refuses a request, or does not tell the truth; names it.
+
+    ``status`` is the HTTP status of a refusal, None for everything else.
+    """
+
+    status: int | None = None
+
+
 class MissingDependencyError(DSparkError):
     """An optional package is not installed; ``fix`` names the extra that brings it."""
 

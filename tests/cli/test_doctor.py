@@ -78,6 +78,6 @@ def test_a_run_is_examined_on_its_workload_which_the_expected_length_is_of(
     shard.write_text(json.dumps(other) + "\n" + shard.read_text())
     monkeypatch.setattr(doctor_target, "prompt_ids", lambda _tokenizer, messages: messages)
     request = Request(root / "draft", ENGINES, None, None)
-    chosen = doctor_target._prompts(request, SimpleNamespace(tokenizer=None))
+    chosen = doctor_target.probe_prompts(request, SimpleNamespace(tokenizer=None))
     assert len(chosen) == 12
     assert not [m for m in chosen if "poem" in m[0]["content"]]

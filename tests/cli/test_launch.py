@@ -231,12 +231,13 @@ def test_json_output_and_another_target(checkpoint, capsys) -> None:
     assert told["warnings"] == []
 
 
-def test_without_plan_or_with_our_own_engine_it_says_that_serving_is_not_there(
+def test_other_engines_are_only_planned_and_take_their_options_behind_the_dashes(
     checkpoint, capsys
 ) -> None:
-    for arguments in ((), ("--engine", "vllm"), ("--engine", "embedded", "--plan")):
-        assert run(str(checkpoint), *arguments) == 2
-        assert "does not serve yet" in capsys.readouterr().err
+    assert run(str(checkpoint), "--engine", "vllm") == 2
+    assert "launch line" in capsys.readouterr().err
+    assert run(str(checkpoint), "--engine", "vllm", "--plan", "--max-model-len", "4096") == 2
+    assert "behind --" in capsys.readouterr().err
     assert run(str(checkpoint), "--engine", "tgi", "--plan") == 2
     assert "vllm, atom" in capsys.readouterr().err
 

@@ -54,7 +54,8 @@ def test_answers_show_prompt_and_generated_tokens(tmp_path: Path) -> None:
         id="a-1", category="chat", temperature=0.0, prompt_length=2, finish_reason="stop",
         ids=(1, 2, 3),
     )  # fmt: skip
-    write_answers(tmp_path / "answers.jsonl", [answer])
+    (tmp_path / "shards").mkdir()
+    write_answers(tmp_path / "shards" / "answers-00000-0.jsonl", [answer])
     text = shown(tmp_path, "answers", 1, decode=lambda ids: " ".join("pqr"[i - 1] for i in ids))
     assert "p q" in text
     assert "\x1b[1;32mr" in text

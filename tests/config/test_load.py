@@ -101,7 +101,21 @@ def test_every_usual_spelling_of_a_float_is_a_float(
         ("train", {"loss": 3}, "train.loss", "3 (must be a mapping of keys)"),
         ("target", {"source": ""}, "target.source", "at least 1 character"),
         ("target", {"device": 0}, "target.device", "0 (must be a valid string)"),
-        ("regenerate", {"keep_truncated": 1}, "regenerate.keep_truncated", "1 (must be"),
+        ("regenerate", {"on_length": "cut"}, "regenerate.on_length", "'cut'"),
+        ("regenerate", {"top_p": 0}, "regenerate.top_p", "0 (must be greater than 0)"),
+        ("regenerate", {"turns": 0}, "regenerate.turns", "0 (must be"),
+        (
+            "regenerate",
+            {"endpoints": [{"url": "http://a:1"}, {"url": "http://a:1/"}]},
+            "regenerate",
+            "names a server twice",
+        ),
+        (
+            "regenerate",
+            {"endpoints": [{"url": "host:8000"}]},
+            "regenerate.endpoints.0.url",
+            "host:8000",
+        ),
         ("bench", {"temperatures": 1.0}, "bench.temperatures", "1.0 (must be a list)"),
         (
             "bench",

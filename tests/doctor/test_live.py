@@ -7,7 +7,7 @@ import pytest
 from dspark.decoding.acceptance import AcceptanceCounter, StepCount
 from dspark.decoding.request import Generation
 from dspark.doctor.conventions import FAMILIES
-from dspark.doctor.live import Expected, _acceptance, _judge, best_fit
+from dspark.doctor.live import Expected, _judge, best_fit, check_acceptance
 from dspark.doctor.probe import Score
 
 LAYERS = next(family for family in FAMILIES if family.id == "live.layers")
@@ -68,10 +68,10 @@ def test_a_right_answer_says_when_the_draft_cannot_tell() -> None:
     ],
 )
 def test_acceptance_is_judged_against_what_was_promised(accepted, expected, status: str) -> None:
-    found = _acceptance(expected, answers(accepted))
+    found = check_acceptance(expected, answers(accepted))
     assert found.status == status
     assert f"{1 + accepted:.2f}" in found.found
 
 
 def test_answers_without_a_step_say_nothing_about_acceptance() -> None:
-    assert _acceptance(None, [Generation(counter=AcceptanceCounter(7))]).status == "skip"
+    assert check_acceptance(None, [Generation(counter=AcceptanceCounter(7))]).status == "skip"

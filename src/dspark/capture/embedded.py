@@ -118,8 +118,7 @@ def _require_vocabulary(target: Target, answers: Sequence[Answer]) -> None:
 def _record(
     target: Target, answer: Answer, taps: Tensor, final: Tensor, dtype: torch.dtype
 ) -> HiddenRecord:
-    mask = torch.zeros(len(answer.ids), dtype=torch.uint8)
-    mask[answer.prompt_length :] = 1
+    mask = torch.tensor(answer.loss_mask, dtype=torch.uint8)
     stored = final.to(dtype)
     log_z = torch.full((len(answer.ids),), float("nan"))
     greedy = torch.full((len(answer.ids),), -1, dtype=torch.int32)

@@ -41,6 +41,23 @@ def load_tokenizer(source: str, revision: str | None = None) -> Any:
         ) from error
 
 
+def generation_end_ids(source: str, revision: str | None = None) -> tuple[int, ...] | None:
+    """Ids that the model's own generation config ends an answer with; None where it has none."""
+    from transformers import GenerationConfig
+
+    if source.startswith(PACKAGE) or source.endswith(".gguf"):
+        return None
+    options: dict[str, Any] = {} if revision is None else {"revision": revision}
+    try:
+        with redirect_stderr(io.StringIO()):
+            found = GenerationConfig.from_pretrained(source, **options).eos_token_id
+    except (OSError, ValueError, KeyError):
+        return None
+    if found is None:
+        return None
+    return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
+
+
 def tokenizer_hash(tokenizer: Any) -> str:
     """sha256 (hex) of the vocabulary, the merges where they can be read, and the chat template."""
     parts: list[Any] = [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]

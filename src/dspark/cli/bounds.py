@@ -33,7 +33,8 @@ DECODE_SHARE = 0.25  # batched decoding reaches about a quarter of it
 BATCH_ONE_TOKENS = 25.0  # plain tokens per second at batch 1, 100M-parameter target
 PROCESS = 700_000_000  # Python with torch and transformers, before anything is loaded
 # JSON with indentation, names and 17-digit numbers at their longest.
-STEP_ROW, EVAL_ROW, ANSWER_ROW, RECORD_HEAD, TENSOR_HEAD = 480, 1400, 400, 2048, 200
+STEP_ROW, EVAL_ROW, ANSWER_ROW, RECORD_HEAD, TENSOR_HEAD = 480, 1400, 1400, 2048, 200
+TOKEN_TEXT = 12  # bytes of a generated token as JSON holds its text; a token of prose is 4
 PROMPT_KEYS, PROMPT_SIGNATURE = 64, 256  # what is remembered of one prompt while sieving
 MANIFEST, FILE_ROW, REPORT, BENCH_ROW, BENCH_TEXT = 32_768, 400, 65_536, 600, 24
 
@@ -73,9 +74,14 @@ def draft_sizes(config: DraftConfig) -> DraftSizes:
 
 
 class Bounds:
-    """The bounds of one recipe on one target; ``prompt_bytes`` from :func:`prompt_bytes`."""
+    """The bounds of one recipe on one target; ``prompt_bytes`` from :func:`prompt_bytes`.
 
-    def __init__(self, recipe: Recipe, target: TargetSizes, prompt_bytes: int) -> None:
+    ``turns``: user turns that are asked for training, at most one row each; None: one a prompt.
+    """
+
+    def __init__(
+        self, recipe: Recipe, target: TargetSizes, prompt_bytes: int, turns: int | None = None
+    ) -> None:
         self.recipe, self.target, self.prompt_bytes = recipe, target, prompt_bytes
         self.config = draft_config(recipe.draft, target.shape)
         self.draft = draft_sizes(self.config)
@@ -85,8 +91,12 @@ class Bounds:
             s.train for s in sources if not isinstance(s, PackageSource) and s.train != "all"
         )
         self.held_rows = sum(s.held_out for s in sources)
-        self.length = recipe.prompts.max_prompt_tokens + recipe.regenerate.max_new_tokens
-        self.tokens = self.train_rows * self.length
+        self.rows = max(self.train_rows, turns or 0)
+        self.new_tokens = recipe.regenerate.most_new_tokens()
+        self.length = recipe.prompts.max_prompt_tokens + self.new_tokens
+        if self.rows > self.train_rows:
+            self.length = recipe.target.max_context  # a later turn has the earlier ones before it
+        self.tokens = self.rows * self.length
         taps = len(self.config.target_layer_ids)
         # taps and final state, and of each token id, mask, greedy token and log_z
         self.record_token = (taps + 1) * target.shape.hidden_size * WIDTH[recipe.capture.dtype] + 13
@@ -131,34 +141,35 @@ class Bounds:
     def _answers(self) -> Need:
         shape, section = self.target.shape, self.recipe.regenerate
         digits = len(str(shape.vocab_size)) + 1
-        lines = self.tokens * digits + self.train_rows * ANSWER_ROW
-        batch = min(section.batch_size, max(self.train_rows, 1))
+        # Ids, the mask beside them, the text of the answers, and what was asked.
+        lines = self.tokens * (digits + 2) + self.rows * (ANSWER_ROW + self.new_tokens * TOKEN_TEXT)
+        lines += self.prompt_bytes * -(-self.rows // max(self.train_rows, 1))
+        batch = min(section.batch_size, max(self.rows, 1))
         # The batch's rows, as many again while a batch of prompts is taken in, and their prefill.
         cache = (2 * batch + 1) * self.length * self.target.row_bytes
-        prefill = batch * self.recipe.prompts.max_prompt_tokens
+        prefill = batch * (self.length - section.max_new_tokens)
         memory = self._weights() + cache + self._forward(prefill)
         memory += 4 * batch * shape.vocab_size * 4 + 40 * self.tokens
-        work = self.train_rows * section.max_new_tokens * 2 * self.target.active
+        work = self.rows * self.new_tokens * 2 * self.target.active
         seconds = work / (self.rate * DECODE_SHARE)
-        return Need(self.train_rows, lines + self.manifest, lines, memory, seconds)
+        disk = lines + self.manifest + 2 * REPORT
+        return Need(self.rows, disk, lines, memory, seconds)
 
     def _states(self) -> Need:
         section, shape = self.recipe.capture, self.target.shape
-        disk = self.tokens * self.record_token + self.train_rows * (RECORD_HEAD + FILE_ROW)
+        disk = self.tokens * self.record_token + self.rows * (RECORD_HEAD + FILE_ROW)
         batch = max(section.batch_tokens, self.length)
         taps = 3 * batch * (len(self.config.target_layer_ids) + 1) * shape.hidden_size * 4
-        logits = 3 * self.recipe.regenerate.max_new_tokens * shape.vocab_size * 4
+        logits = 3 * self.new_tokens * shape.vocab_size * 4
         memory = self._weights()
         memory += self._forward(batch) + taps + logits + 2 * batch * self.target.row_bytes
         memory += 40 * self.tokens
         seconds = self.tokens * 2 * self.target.active / self.rate
-        return Need(self.train_rows, disk + self.manifest, 0, memory, seconds)
+        return Need(self.rows, disk + self.manifest, 0, memory, seconds)
 
     def _draft(self) -> Need:
         section, draft, shape = self.recipe.train, self.draft, self.target.shape
-        steps = math.ceil(
-            section.epochs * -(-self.train_rows // section.batch_size) / section.accumulate
-        )
+        steps = math.ceil(section.epochs * -(-self.rows // section.batch_size) / section.accumulate)
         evaluations = steps // section.eval_every + 1
         slots = 2 * self.config.block_size
         history = steps * STEP_ROW + evaluations * (EVAL_ROW + 40 * slots)
@@ -167,14 +178,14 @@ class Bounds:
         # Weights and two moments in fp32, and the next file while the last is still there.
         resume = 2 * (12 * draft.trainable + draft.tensors * 4096 + history + 65_536)
         rows = section.batch_size * section.num_anchors * self.config.block_size
-        states = self.tokens * self.record_token + self.train_rows * RECORD_HEAD
+        states = self.tokens * self.record_token + self.rows * RECORD_HEAD
         wide = 20 * shape.hidden_size + 4 * self.config.intermediate_size
         wide += 4 * self.config.num_attention_heads * (self.length + self.config.block_size)
         layers = self.config.num_hidden_layers + 1
         memory = self._weights("float32") + states + 40 * draft.trainable
         memory += 3 * shape.vocab_size * shape.hidden_size * 4 + rows * layers * wide * 4
         memory += 6 * min(rows, section.loss.chunk_rows) * shape.vocab_size * 4
-        work = self.train_rows * section.num_anchors * self.config.block_size * section.epochs
+        work = self.rows * section.num_anchors * self.config.block_size * section.epochs
         seconds = work * 6 * draft.trainable / self.rate
         if section.max_seconds is not None:
             seconds = min(seconds, section.max_seconds)
@@ -239,6 +250,12 @@ def target_weights(target: TargetSizes, dtype: str, precisions: Iterable[str]) -
     return PROCESS + target.parameters * each
 
 
-def prompt_bytes(prompts: Iterable[Prompt]) -> int:
-    """Bytes of ``prompts`` as their file holds them."""
-    return sum(len(prompt.model_dump_json().encode()) + 1 for prompt in prompts)
+def prompt_bytes(prompts: Iterable[Prompt], most_turns: int) -> tuple[int, int]:
+    """Bytes of ``prompts`` as their file holds them, and user turns of the training ones, of which
+    ``most_turns`` are asked of each."""
+    size = turns = 0
+    for prompt in prompts:
+        size += len(prompt.model_dump_json().encode()) + 1
+        if prompt.split == "train":
+            turns += min(1 + len(prompt.later_turns), most_turns)
+    return size, turns

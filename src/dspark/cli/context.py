@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dspark.checkpoint.identity import FileHashes
     from dspark.checkpoint.source import TargetFiles
     from dspark.checkpoint.target import LoadedTarget
+    from dspark.data.filters.evaluation import TaskItems
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,13 @@ class RunContext:
             "config_hash": hashes.config,
             "tokenizer_files_hash": hashes.tokenizer_files,
         }
+
+    @cached_property
+    def task_items(self) -> TaskItems | None:
+        """Benchmarks that training prompts must not contain, as far as the recipe names any."""
+        from dspark.cli.task_items import task_items
+
+        return task_items(self.recipe.prompts)
 
     @cached_property
     def start_hash(self) -> str | None:

@@ -139,9 +139,9 @@ def _live(
         target=target.build(layers_to_tap(ids, target.num_layers)),
         decoder=Decoder(model, drafter, ends),
         plain=Decoder(model, None, ends),
-        prompts=_prompts(request, target),
+        prompts=probe_prompts(request, target),
         masks=_other_masks(draft.config.mask_token_id, target),
-        expected=_expected(request, raw),
+        expected=expected_acceptance(request, raw),
     )
     with screen.bar("prompts and conventions", None) as bar:
         return examine_live(patient, lambda: bar.advance())
@@ -178,7 +178,7 @@ def _run_folder(folder: Path) -> Path | None:
         return None
 
 
-def _prompts(request: Request, target: LoadedTarget) -> list[list[int]]:
+def probe_prompts(request: Request, target: LoadedTarget) -> list[list[int]]:
     """The user's prompts, else the run's held-out ones, else order tickets.
 
     Of a run only the workload's: that is what the expected acceptance length was measured on.
@@ -196,7 +196,7 @@ def _prompts(request: Request, target: LoadedTarget) -> list[list[int]]:
     return [prompt_ids(target.tokenizer, messages) for messages in chosen]
 
 
-def _expected(request: Request, raw: dict[str, Any]) -> Expected | None:
+def expected_acceptance(request: Request, raw: dict[str, Any]) -> Expected | None:
     run = _run_folder(request.folder)
     if run is not None and request.prompts is None:
         rows = json.loads((run / "bench" / "results.json").read_text(encoding="utf-8"))

@@ -12,6 +12,8 @@ from typing import Annotated
 
 import typer
 
+from dspark.cli import serve_options as told
+
 verbs = typer.Typer()
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe YAML.")]
@@ -157,8 +159,22 @@ def inspect(
     deep: Annotated[
         bool, typer.Option("--deep", help="Recompute every hash and read every weight.")
     ] = False,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Show so many random rows of prompts or answers.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Which random rows.")] = 0,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Path or hub id; the artifact's own when left out.")
+    ] = None,
 ) -> None:
     """Show what a recipe makes or a folder holds, where it came from, and whether it is whole."""
+    if rows is not None:
+        if as_json or deep:
+            raise typer.BadParameter("--rows shows rows only: leave --json and --deep out")
+        from dspark.cli.show_rows import inspect_rows
+
+        inspect_rows(path, rows, seed, tokenizer)
+        return
     from dspark.cli.inspect import inspect_path
 
     if not inspect_path(path, as_json=as_json, deep=deep):
@@ -201,21 +217,53 @@ def doctor(
 @verbs.command()
 def serve(
     checkpoint: Annotated[Path, typer.Argument(metavar="DRAFT", help="A draft folder.")],
-    engine_args: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[-- ENGINE ARGS]", help="Passed on to the engine, after --."),
-    ] = None,
-    engine: Annotated[str, typer.Option(help="vllm or atom.")] = "embedded",
-    target: Annotated[
-        str | None, typer.Option(help="Folder or hub id; the one in provenance when left out.")
-    ] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Print the engine's command.")] = False,
+    engine_args: told.EngineArgs = None,
+    engine: told.EngineName = "embedded",
+    target: told.Target = None,
+    host: told.Host = "127.0.0.1",
+    port: told.Port = 8000,
+    api_key: told.ApiKey = None,
+    max_model_len: told.MaxModelLen = None,
+    max_num_seqs: told.MaxNumSeqs = 16,
+    max_waiting: told.MaxWaiting = 64,
+    cache_gib: told.CacheGiB = 1.0,
+    speculative_config: told.SpeculativeConfig = None,
+    served_model_name: told.ServedName = None,
+    drain: told.Drain = 60,
+    probe: told.Probe = True,
+    plan: told.Plan = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
-    """Print the command that serves a draft in vLLM or ATOM (with --plan)."""
-    from dspark.cli.serve import plan_serving, show
+    """Serve a draft and its target: OpenAI's API, metrics, a playground."""
+    if engine != "embedded":
+        from dspark.cli.serve import plan_serving, show
 
-    show(plan_serving(checkpoint, engine, target, engine_args or [], plan=plan), as_json=as_json)
+        own = {
+            "--host": host != "127.0.0.1", "--port": port != 8000,
+            "--max-model-len": max_model_len is not None, "--max-num-seqs": max_num_seqs != 16,
+            "--speculative-config": speculative_config is not None,
+            "--served-model-name": served_model_name is not None,
+        }  # fmt: skip
+        if given := [name for name, value in own.items() if value]:
+            raise typer.BadParameter(f"for {engine}, put {', '.join(given)} behind --")
+        show(
+            plan_serving(checkpoint, engine, target, engine_args or [], plan=plan), as_json=as_json
+        )
+        return
+    if engine_args:
+        raise typer.BadParameter("arguments behind -- are for --engine vllm or atom")
+    options = told.ServeOptions(
+        checkpoint, target, host, port, tuple(api_key or ()), max_model_len, max_num_seqs,
+        max_waiting, cache_gib, speculative_config, served_model_name, drain, probe,
+    )  # fmt: skip
+    if plan:
+        from dspark.cli.serve_plan import plan_embedded, show_plan
+
+        show_plan(plan_embedded(options), as_json=as_json)
+        return
+    from dspark.cli.embedded import serve_embedded
+
+    serve_embedded(options)
 
 
 @verbs.command()
@@ -288,3 +336,56 @@ def calibrate(
     from dspark.cli.calibrate import calibrate as run
 
     run(source, prompts, target, overrides or [], as_json=as_json)
+
+
+@verbs.command()
+def compare(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="A B [KEY=VALUE]...",
+            help="Two draft folders, two servers' urls, or two results (.json); and settings.",
+        ),
+    ] = None,
+    no_draft: Annotated[
+        bool, typer.Option("--no-draft", help="A third arm without a draft: are texts equal?")
+    ] = False,
+    reference: Annotated[
+        str | None, typer.Option(help="Between servers: url of one without a draft.")
+    ] = None,
+    suite: Annotated[str | None, typer.Option(help="quick, seed14 or paper9.")] = None,
+    task: Annotated[list[str] | None, typer.Option(help="One benchmark; repeatable.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of benchmark files.")] = None,
+    target: Annotated[str | None, typer.Option(help="Another target than the drafts name.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for results and comparison.")] = None,
+    from_table: Annotated[
+        Path | None, typer.Option(help="A published table as JSON instead of A and B.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Compare two drafts on one stack: interleaved, paired, with intervals."""
+    from dspark.cli.compare_verb import CompareOptions, run_compare
+
+    run_compare(
+        CompareOptions(
+            tuple(arguments or ()), no_draft, reference, suite, tuple(task or ()), data, target,
+            out, from_table, as_json,
+        )
+    )  # fmt: skip
+
+
+@verbs.command()
+def leaderboard(
+    results: Annotated[
+        Path, typer.Argument(metavar="[RESULTS]", help="Folder of results of suites.")
+    ] = Path("benchmarks/results"),
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("docs/benchmarks.md"),
+    check: Annotated[
+        bool, typer.Option("--check", help="Only say whether the page is what it would be.")
+    ] = False,
+) -> None:
+    """Write docs/benchmarks.md from measured results."""
+    from dspark.cli.leaderboard import write_leaderboard
+
+    if not write_leaderboard(results, out, check=check):
+        raise typer.Exit(1)

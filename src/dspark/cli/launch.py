@@ -104,10 +104,10 @@ def _vllm(draft: Served, target: str, extra: list[str]) -> Launch:
     for word in extra:
         if word.startswith(("--spec-", "--speculative")):
             raise _refusal(word, "speculation in --speculative-config '{...}'", word)
-    changes = _json_object(given, "--speculative-config") if given is not None else {}
+    changes = speculative_config(given) if given is not None else {}
     if tokens is not None:
         changes["num_speculative_tokens"] = _count(tokens, TOKENS)
-    warnings = _check_vllm(draft, changes)
+    warnings = check_vllm(draft, changes)
     spec |= changes
     if (spec["draft_sample_method"], spec["rejection_sample_method"]) == ("greedy", "block"):
         warnings.append(
@@ -119,8 +119,21 @@ def _vllm(draft: Served, target: str, extra: list[str]) -> Launch:
     return Launch(tuple(command), tuple(warnings))
 
 
-def _check_vllm(draft: Served, changes: Mapping[str, Any]) -> list[str]:
-    """Warnings about the user's keys of --speculative-config."""
+def speculative_config(text: str) -> dict[str, Any]:
+    """The keys of ``--speculative-config``.
+
+    Raises:
+        ConfigError: not a JSON object.
+    """
+    return _json_object(text, "--speculative-config")
+
+
+def check_vllm(draft: Served, changes: Mapping[str, Any]) -> list[str]:
+    """Warnings about the user's keys of --speculative-config.
+
+    Raises:
+        ConfigError: a key that vLLM does not know, or a value that makes another model.
+    """
     unknown = sorted(set(changes) - VLLM_KEYS)
     if unknown:
         raise _refusal(

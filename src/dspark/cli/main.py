@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
@@ -100,6 +100,12 @@ def prompts(
     against: Annotated[
         list[Path] | None, typer.Option(help="Evaluation items that prompts must not contain.")
     ] = None,
+    tasks: Annotated[
+        list[str] | None, typer.Option(help="Benchmarks of `dspark bench` as well; or: all.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with files of those benchmarks.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Without a recipe: folder to write.")] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Path or hub id: count tokens, compare by tokens too.")
@@ -114,7 +120,14 @@ def prompts(
     from dspark.cli.prompts import Loose, run_prompts_verb
 
     loose = Loose(
-        tuple(input or ()), tuple(traffic or ()), tuple(against or ()), out, tokenizer, scrub
+        inputs=tuple(input or ()),
+        traffic=tuple(traffic or ()),
+        against=tuple(against or ()),
+        tasks=tuple(tasks or ()),
+        data=data,
+        out=out,
+        tokenizer=tokenizer,
+        scrub=scrub,
     )
     run_prompts_verb(
         recipe,
@@ -128,8 +141,15 @@ def prompts(
 
 @app.command()
 def regenerate(recipe: RecipePath, overrides: Overrides = None, plan: Plan = False) -> None:
-    """Have the target answer the training prompts itself (on-policy)."""
-    _stages(recipe, overrides, plan, "answers")
+    """Have the target answer the training prompts itself: embedded, or behind any server."""
+    from dspark.cli.answers import run_regenerate_verb
+
+    run_regenerate_verb(
+        recipe,
+        overrides or [],
+        plan=plan,
+        run=lambda path, values: _stages(path, values, plan, "answers"),
+    )
 
 
 @app.command()
@@ -146,16 +166,33 @@ def train(recipe: RecipePath, overrides: Overrides = None, plan: Plan = False) -
 
 @app.command()
 def bench(
-    source: Annotated[
-        Path, typer.Argument(metavar="RECIPE|DRAFT", help="A recipe, or a draft checkpoint folder.")
-    ],
-    overrides: Overrides = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RECIPE|DRAFT] [KEY=VALUE]...",
+            help="A recipe or a draft folder, and settings: concurrency=8 prompts=32",
+        ),
+    ] = None,
     plan: Plan = False,
     prompts: Annotated[
         Path | None,
         typer.Option(help="JSON Lines of prompts (messages, turns or prompt) for a draft folder."),
     ] = None,
+    suite: Annotated[
+        str | None, typer.Option(help="quick (no network), seed14 or paper9, and both turns.")
+    ] = None,
+    task: Annotated[list[str] | None, typer.Option(help="One benchmark; repeatable.")] = None,
+    long: Annotated[bool, typer.Option("--long", help="Acceptance at 1k to 32k tokens.")] = False,
+    base_url: Annotated[
+        str | None, typer.Option(help="A server to ask instead of our engine: http://HOST:8000")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="As the server names it.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="The draft folder, as an option.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of benchmark files; comes before other sources.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write the figures as JSON.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Where to write a suite's HTML page.")] = None,
     target: Annotated[
         str | None,
         typer.Option(
@@ -163,28 +200,20 @@ def bench(
             help="Another target than a draft folder names: a path, package:NAME or hub id.",
         ),
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a suite's figures as JSON.")
+    ] = False,
 ) -> None:
-    """Measure acceptance, identity and speed against the plain arm of the same engine."""
-    if source.is_dir():
-        from dspark.cli.checkpoint_bench import bench_checkpoint
+    """Measure acceptance, identity and speed: a run's prompts, your own, or a suite."""
+    from dspark.cli.bench_verb import BenchOptions, run_bench
 
-        bench_checkpoint(source, prompts, out, overrides or [], target, plan=plan)
-        return
-    for name, value in (("--prompts", prompts), ("--out", out), ("--target", target)):
-        if value is not None:
-            _refuse_option(name, "a draft folder", source)
-    _stages(source, overrides, plan, "bench")
-
-
-def _refuse_option(option: str, belongs_to: str, source: Path) -> NoReturn:
-    from dspark.errors import ConfigError
-
-    raise ConfigError(
-        expected=f"{option} with {belongs_to}",
-        found=str(source),
-        where=f"dspark bench {option}",
-        fix=f"Leave {option} out, or name {belongs_to}.",
-    )
+    run_bench(
+        BenchOptions(
+            tuple(arguments or ()), plan, prompts, suite, tuple(task or ()), long, base_url, model,
+            checkpoint, data, out, page, target, as_json,
+        ),
+        lambda path, values: _stages(path, values, plan, "bench"),
+    )  # fmt: skip
 
 
 app.add_typer(draft_verbs)

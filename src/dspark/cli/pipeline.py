@@ -64,7 +64,9 @@ def config_of(run: RunContext, kind: Kind) -> dict[str, Any]:
         # What it starts from counts, where that lies does not.
         plain["train"]["init_from"] = run.start_hash
     if kind == "prompts":
-        plain["prompts"] = section_identity(recipe.prompts)
+        plain["prompts"] = section_identity(recipe.prompts, run.task_items)
+    if kind == "answers":
+        plain["regenerate"] = recipe.regenerate.identity()
     if kind == "states":
         ids = recipe.draft.target_layer_ids
         plain["layer_ids"] = None if ids is None else list(ids)

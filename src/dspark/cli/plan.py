@@ -27,7 +27,7 @@ from dspark.cli.bounds import (
 )
 from dspark.cli.console import Screen
 from dspark.cli.context import RunContext
-from dspark.config.prompts import FileSource, HubSource, PromptSource
+from dspark.config.prompts import FileSource, HubSource, PromptSource, SelfInstructSource
 from dspark.config.recipe import BenchSection, TargetSection
 from dspark.data.sources import usable_prompts
 
@@ -43,28 +43,31 @@ def plan_of(run: RunContext) -> dict[Kind, Need]:
         DataError, MissingDependencyError: a prompt source that is here cannot be read.
     """
     target = read_sizes(run.recipe.target, run.target_files)
-    size, sources = 0, run.recipe.prompts.sources
+    size, turns, sources = 0, 0, run.recipe.prompts.sources
     with run.screen.bar("reading prompt sources", len(sources)) as bar:
         for source in sources:
-            size += _source_bytes(run, source)
+            found = _source_size(run, source)
+            size, turns = size + found[0], turns + found[1]
             bar.advance()
-    return Bounds(run.recipe, target, size).needs()
+    return Bounds(run.recipe, target, size, turns).needs()
 
 
-def _source_bytes(run: RunContext, source: PromptSource) -> int:
-    """Bytes of a source's prompts: read, or assumed (and said) when they are not here yet.
+def _source_size(run: RunContext, source: PromptSource) -> tuple[int, int]:
+    """Bytes and asked turns of a source's prompts: read, or assumed (and said) when they are not
+    here yet.
 
     A plan downloads nothing, and is most wanted before a large file of prompts is brought.
     """
-    away = isinstance(source, HubSource) or (
+    away = isinstance(source, (HubSource, SelfInstructSource)) or (
         isinstance(source, FileSource) and not Path(source.path).exists()
     )
-    if not (isinstance(source, (HubSource, FileSource)) and away and source.train != "all"):
-        return prompt_bytes(usable_prompts(source))
+    kinds = (HubSource, FileSource, SelfInstructSource)
+    if not (isinstance(source, kinds) and away and source.train != "all"):
+        return prompt_bytes(usable_prompts(source), run.recipe.regenerate.turns)
     number = int(source.train) + source.held_out
     each = run.recipe.prompts.max_prompt_tokens * TOKEN_BYTES
     run.screen.stage("assumed", f"{number:,} prompts of {source.category}, not here yet")
-    return number * each
+    return number * each, int(source.train)
 
 
 def print_plan(run: RunContext, only: Kind | None) -> None:

@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dspark.artifacts import (
+    Manifest,
     Origin,
     Stopwatch,
     attempt,
@@ -30,6 +31,7 @@ from dspark.artifacts import (
 from dspark.artifacts.machine import cpu_name
 from dspark.cli.console import Screen
 from dspark.cli.origin import command_line, marked_commit, versions
+from dspark.cli.task_items import task_items
 from dspark.config.load import load_prompts_recipe
 from dspark.config.prompts import (
     FILL_IN,
@@ -43,11 +45,13 @@ from dspark.config.prompts import (
     TrafficSource,
 )
 from dspark.config.recipe import DataRecipe, Recipe
+from dspark.data.filters.evaluation import TaskItems
 from dspark.data.identity import section_identity
 from dspark.data.prompt_page import PAGE
 from dspark.data.prompt_report import PromptReport, source_name
 from dspark.data.prompts import REPORT, build_prompts
 from dspark.data.records import record_files
+from dspark.data.self_instruct import working_files, write_all_turns
 from dspark.data.tokens import TokenizerTokens
 from dspark.errors import ConfigError
 
@@ -65,6 +69,8 @@ class Loose:
     inputs: tuple[Path, ...]
     traffic: tuple[Path, ...]
     against: tuple[Path, ...]
+    tasks: tuple[str, ...]
+    data: Path | None
     out: Path | None
     tokenizer: str | None
     scrub: str | None
@@ -75,6 +81,8 @@ class Loose:
             "--input": self.inputs,
             "--traffic": self.traffic,
             "--against": self.against,
+            "--tasks": self.tasks,
+            "--data": self.data,
             "--out": self.out,
             "--tokenizer": self.tokenizer,
             "--scrub": self.scrub,
@@ -130,19 +138,14 @@ def make_data(
     recipe: DataRecipe, folder: Path, screen: Screen, *, quiet: bool = False
 ) -> PromptReport:
     """Make (or find finished) the prompts of a recipe without a target; returns their report."""
-    tokens, identity = None, None
-    if recipe.tokenizer is not None:
-        from dspark.checkpoint.tokenizer import load_tokenizer, tokenizer_hash
-
-        tokenizer = load_tokenizer(recipe.tokenizer.source, recipe.tokenizer.revision)
-        tokens, identity = TokenizerTokens(tokenizer), tokenizer_hash(tokenizer)
-    config = {"prompts": section_identity(recipe.prompts), "tokenizer": identity}
-    manifest = new_manifest("prompts", config)
+    tasks = task_items(recipe.prompts)
+    tokenizer, manifest = prompts_manifest(recipe, tasks)
+    tokens = None if tokenizer is None else TokenizerTokens(tokenizer)
     if is_current(folder, manifest.fingerprint):
         if not quiet:
             screen.stage("prompts", escape(f"finished before: {folder}"))
         return _finished(folder)
-    watch = Stopwatch(_origin(), lambda: 0.0)
+    watch = Stopwatch(data_origin(), lambda: 0.0)
 
     def tell(aside: Path, why: str) -> None:
         if not quiet:
@@ -152,27 +155,76 @@ def make_data(
     with attempt(folder, watch):
         done = completed(folder)
         if done is None:
-            report = _build(recipe, folder, tokens, None if quiet else screen)
-            done = complete(folder, counts=report.counts(), notes={"name": recipe.name})
+            _write_user_turns(recipe, folder, tokenizer)
+            report = _build(recipe, folder, tokens, tasks, None if quiet else screen)
+            done = complete(
+                folder,
+                counts=report.counts(),
+                notes={"name": recipe.name},
+                working=working_files(recipe.prompts.sources),
+            )
         update = {"counts": done.counts, "notes": done.notes}
         finish(folder, manifest.model_copy(update=update), watch)
     return _finished(folder)
 
 
+def _write_user_turns(recipe: DataRecipe, folder: Path, tokenizer: Any) -> None:
+    """What the target behind the recipe's servers asks, for sources of kind self_instruct."""
+    if not working_files(recipe.prompts.sources):
+        return
+    section = recipe.regenerate
+    if section is None:
+        _refuse(
+            "regenerate.endpoints, whose target writes the prompts of kind self_instruct",
+            "no section regenerate",
+            "Add regenerate: {endpoints: [{url: http://HOST:8000/v1}]}.",
+        )
+    from dspark.data.served import endpoints_of, write_served
+
+    endpoints = endpoints_of(section)
+    write_all_turns(
+        recipe.prompts.sources,
+        folder,
+        tokenizer,
+        (),
+        lambda requests, stop_ids, keep: write_served(endpoints, section, requests, stop_ids, keep),
+    )
+
+
+def prompts_manifest(recipe: DataRecipe, tasks: TaskItems | None) -> tuple[Any, Manifest]:
+    """The recipe's tokenizer (None without one), and the manifest that its prompts will have."""
+    tokenizer, identity = None, None
+    if recipe.tokenizer is not None:
+        from dspark.checkpoint.tokenizer import load_tokenizer, tokenizer_hash
+
+        tokenizer = load_tokenizer(recipe.tokenizer.source, recipe.tokenizer.revision)
+        identity = tokenizer_hash(tokenizer)
+    config = {"prompts": section_identity(recipe.prompts, tasks), "tokenizer": identity}
+    return tokenizer, new_manifest("prompts", config)
+
+
 def _build(
-    recipe: DataRecipe, folder: Path, tokens: TokenizerTokens | None, screen: Screen | None
+    recipe: DataRecipe,
+    folder: Path,
+    tokens: TokenizerTokens | None,
+    tasks: TaskItems | None,
+    screen: Screen | None,
 ) -> PromptReport:
+    def build(on_rows: Callable[[int], None]) -> PromptReport:
+        section = recipe.prompts
+        return build_prompts(section, folder, tokens, keep_ids=True, tasks=tasks, on_rows=on_rows)
+
     if screen is None:
-        return build_prompts(recipe.prompts, folder, tokens, keep_ids=True)
+        return build(lambda rows: None)
     with screen.bar("rows", None) as bar:
-        return build_prompts(recipe.prompts, folder, tokens, keep_ids=True, on_rows=bar.advance)
+        return build(bar.advance)
 
 
 def _finished(folder: Path) -> PromptReport:
     return PromptReport.model_validate_json((folder / REPORT).read_bytes())
 
 
-def _origin() -> Origin:
+def data_origin() -> Origin:
     """As of every stage, but torch, which is not used here, is not loaded to ask its version."""
     return Origin(
         command=command_line(),
@@ -217,7 +269,11 @@ def _loose_recipe(loose: Loose) -> tuple[DataRecipe, Path]:
         filters=FiltersSection(
             misshapen="drop",
             near_duplicate=NearDuplicates(),
-            contamination=Contamination(against=tuple(map(str, loose.against))),
+            contamination=Contamination(
+                against=tuple(map(str, loose.against)),
+                tasks="all" if "all" in loose.tasks else loose.tasks,
+                data=None if loose.data is None else str(loose.data),
+            ),
         ),
     )
     tokenizer = None if loose.tokenizer is None else TokenizerSection(source=loose.tokenizer)

@@ -1,4 +1,7 @@
-"""``dspark serve DRAFT --engine vllm|atom --plan``: print the launch line of another engine."""
+"""``dspark serve DRAFT --engine vllm|atom --plan``: print the launch line of another engine.
+
+dspark's own server is started in ``dspark.cli.embedded``.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ def plan_serving(
         CheckpointError: no config.json.
     """
     _require_plan(engine, plan)
-    raw = read_raw(checkpoint)
-    provenance = provenance_of(raw)
+    draft = served_draft(checkpoint)
+    provenance = provenance_of(draft.raw)
     name = target or provenance.get("target_path") or provenance.get("target")
     if not isinstance(name, str) or name.startswith("package:"):
         raise ConfigError(
@@ -36,27 +39,36 @@ def plan_serving(
             where="dspark serve --target",
             fix="Name it: --target ORG/NAME.",
         )
-    draft = Served(str(checkpoint.resolve()), raw, _accept_rates(checkpoint))
     chosen: Engine = "vllm" if engine == "vllm" else "atom"
     return launch(chosen, draft, name, extra)
 
 
+def served_draft(checkpoint: Path) -> Served:
+    """The draft in ``checkpoint`` as launch lines and options are checked against it.
+
+    Raises:
+        CheckpointError: no config.json.
+    """
+    raw = read_raw(checkpoint)
+    return Served(str(checkpoint.resolve()), raw, _accept_rates(checkpoint))
+
+
 def _require_plan(engine: str, plan: bool) -> None:
     engines = get_args(Engine)
-    if engine not in (*engines, "embedded"):
+    if engine not in engines:
         raise ConfigError(
-            expected=f"one of {', '.join(engines)}",
+            expected=f"one of embedded, {', '.join(engines)}",
             found=engine,
             where="dspark serve --engine",
             fix="Name one of them.",
         )
-    if engine == "embedded" or not plan:
+    if not plan:
         raise ConfigError(
-            expected="--plan with --engine vllm or atom: dspark prints launch lines",
-            found="a request to serve" + (" with its own engine" if engine == "embedded" else ""),
+            expected=f"--plan with --engine {engine}: dspark prints that engine's launch line",
+            found="a request to serve",
             where="dspark serve",
-            fix="dspark does not serve yet. Add --plan and run the line it prints, or decode with "
-            "`dspark bench`.",
+            fix="Add --plan and run the line it prints, or leave --engine out: dspark serves with "
+            "its own engine.",
         )
 
 

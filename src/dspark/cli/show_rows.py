@@ -18,14 +18,47 @@ from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
+from dspark.artifacts import Manifest, verify
 from dspark.data.prompt import Prompt
 from dspark.data.shards import stream_prompts
-from dspark.errors import MissingArtifactError
-from dspark.hidden.answers import Answer, read_answers
+from dspark.errors import DSparkError, MissingArtifactError
+from dspark.hidden.answers import Answer, stream_answers
 
 Row = TypeVar("Row")
 Decode = Callable[[list[int]], str]
 CONTEXT, TRAINED, ROLE = "dim", "bold green", "bold cyan"
+
+
+def inspect_rows(path: Path, count: int, seed: int, tokenizer: str | None) -> None:
+    """``dspark inspect PATH --rows COUNT``: rows of a finished artifact, ids as text.
+
+    Raises:
+        ArtifactError: not finished, damaged, or of another kind.
+        TargetError: the tokenizer named on the command line cannot be loaded.
+    """
+    manifest = verify(path)
+    console = Console(soft_wrap=True)
+    show_rows(path, manifest.kind, count, seed, console, _decoder(manifest, tokenizer, console))
+
+
+def _decoder(manifest: Manifest, named: str | None, console: Console) -> Decode | None:
+    """Text of ids by the named tokenizer, or by that of the artifact's target; None without one."""
+    config = manifest.config
+    target = config.get("target") or config.get("tokenizer") or {}
+    source = named or (target.get("source") if isinstance(target, dict) else None)
+    if source is None:
+        return None
+    from dspark.checkpoint.tokenizer import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(source, None if named else target.get("revision"))
+    except DSparkError as error:
+        if named:
+            raise
+        note = f"ids are shown as numbers: {error.found} ({error.where}); name a --tokenizer"
+        console.print(Text(note, style="yellow"))
+        return None
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def show_rows(
@@ -52,7 +85,7 @@ def show_rows(
         for prompt in _sample(prompts, count, seed):
             console.print(_prompt(prompt, decode))
     elif kind == "answers":
-        for answer in _sample(iter(read_answers(folder / "answers.jsonl")), count, seed):
+        for answer in _sample(stream_answers(folder), count, seed):
             console.print(_answer(answer, decode))
     else:
         raise MissingArtifactError(
@@ -103,13 +136,15 @@ def _prompt(prompt: Prompt, decode: Decode | None) -> Panel:
 
 
 def _answer(answer: Answer, decode: Decode | None) -> Panel:
-    mask = [0] * answer.prompt_length + [1] * (len(answer.ids) - answer.prompt_length)
+    trained = answer.trained
     about = (
         f"{answer.category}, T={answer.temperature:g}, {answer.finish_reason}, "
-        f"{answer.prompt_length} + {sum(mask)} tokens"
+        f"{len(answer.ids) - trained} + {trained} tokens"
     )
+    if answer.generation is not None:
+        about += f", {answer.generation.model} at {answer.generation.server}"
     return Panel(
-        masked_text(answer.ids, mask, decode),
+        masked_text(answer.ids, answer.loss_mask, decode),
         title=Text(answer.id),
         subtitle=Text(about),
         title_align="left",

@@ -22,6 +22,7 @@ from dspark.checkpoint.draft import TARGET_NOTE, load_draft, save_draft
 from dspark.checkpoint.published import read_config
 from dspark.checkpoint.target import LoadedTarget
 from dspark.checkpoint.tensors import digest_of
+from dspark.cli.answer_stage import run_answers, write_user_turns
 from dspark.cli.console import Screen
 from dspark.cli.context import RunContext, StageResult
 from dspark.cli.provenance import draft_provenance
@@ -31,12 +32,11 @@ from dspark.config.resolve import differences, draft_config, layer_ids
 from dspark.data.chat import check_mask_token, end_ids, prompt_ids
 from dspark.data.prompt import Prompt
 from dspark.data.prompts import build_prompts
-from dspark.data.regenerate import ANSWERS, UNFINISHED, regenerate
+from dspark.data.self_instruct import working_files
 from dspark.data.shards import read_prompts
 from dspark.data.tokens import TokenizerTokens
 from dspark.engine.decode import Decoder
 from dspark.engine.drafter import Drafter
-from dspark.engine.generate import BatchGenerator
 from dspark.errors import ConfigError
 from dspark.hidden.answers import read_answers
 from dspark.hidden.disk import DiskStore
@@ -67,49 +67,35 @@ def checked_draft_config(run: RunContext) -> DraftConfig:
 def run_prompts(run: RunContext, folder: Path) -> StageResult:
     """Sources -> shards and their report; the recipe's mask token was checked before."""
     tokens = TokenizerTokens(run.target.tokenizer)
+    write_user_turns(run, folder)
     with run.screen.bar("making prompts", None) as bar:
-        report = build_prompts(run.recipe.prompts, folder, tokens, on_rows=bar.advance)
+        report = build_prompts(
+            run.recipe.prompts, folder, tokens, tasks=run.task_items, on_rows=bar.advance
+        )
     counts = report.counts()
     line = f"{counts['train']} to train on, {counts['held_out']} held out"
     later = report.later_turns
-    if any(later.values()):
+    turns = run.recipe.regenerate.turns
+    if later["train"] and turns == 1:
         run.screen.stage(
             "prompts",
-            f"{later['train']} to train on and {later['held_out']} held out have later turns, "
-            "which are not asked: only the first of the user is",
+            f"{later['train']} to train on have later turns, which are not asked: "
+            "regenerate.turns is 1",
         )
-    return StageResult(counts, {"with_later_turns": dict(later)}, line)
-
-
-def run_answers(run: RunContext, folder: Path) -> StageResult:
-    """The target answers the training prompts."""
-    target, section = run.target, run.recipe.regenerate
-    prompts = read_prompts(run.folder("prompts"), "train")
-    rows = [(q.id, q.category, prompt_ids(target.tokenizer, q.messages, q.tools)) for q in prompts]
-    longest = max((len(ids) for _, _, ids in rows), default=0)
-    engine = BatchGenerator(
-        target.build(layer_ids(run.recipe.draft, target.num_layers), section.precision),
-        end_ids(target),
-        section.batch_size,
-        longest + section.max_new_tokens,
-    )
-    with run.screen.bar("target answers", len(rows)) as bar:
-        report = regenerate(rows, engine, section, folder, bar.advance)
-    counts = {"answers": report.answers, "tokens": report.tokens}
-    notes = {
-        "finish_reasons": report.finish_reasons,
-        "dropped_truncated": report.dropped_truncated,
-        "dropped_empty": report.dropped_empty,
-    }
-    cut = report.finish_reasons.get("length", 0)
-    line = f"{report.answers} answers, {report.tokens:,} tokens, {cut} cut at max_new_tokens"
-    return StageResult(counts, notes, line, (UNFINISHED,))
+    if later["held_out"]:
+        run.screen.stage(
+            "prompts",
+            f"{later['held_out']} held out have later turns, which are not asked: only the first "
+            "of the user is",
+        )
+    working = working_files(run.recipe.prompts.sources)
+    return StageResult(counts, {"with_later_turns": dict(later)}, line, working)
 
 
 def run_states(run: RunContext, folder: Path) -> StageResult:
     """Answers replayed: hidden records."""
     target, section = run.target, run.recipe.capture
-    answers = read_answers(run.folder("answers") / ANSWERS)
+    answers = read_answers(run.folder("answers"))
     (folder / STATES).mkdir(exist_ok=True)
     store = DiskStore(folder / STATES)
     store.gc()

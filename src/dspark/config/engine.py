@@ -23,6 +23,8 @@ class EngineOptions(Frozen):
         verification: ``block`` or ``standard`` at a positive temperature; at temperature 0 every
             request is verified greedily. ``greedy`` refuses positive temperatures.
         draft_sample_method: ``probabilistic``, or ``greedy`` for argmax drafts.
+        draft_tokens: tokens drafted a block at most; None is the draft's block size. The block pass
+            is the trained one either way, only its first slots are used.
         truncate_draft: draw drafted tokens under the request's own top_k, top_p and min_p.
         scheduler: which drafted tokens are verified: ``fixed`` all of them; ``threshold`` those
             whose survival is at least ``confidence_threshold``; ``sync`` and ``async`` as many as
@@ -41,6 +43,7 @@ class EngineOptions(Frozen):
     prefix_cache: bool = True
     verification: Literal["greedy", "standard", "block"] = "block"
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
+    draft_tokens: PositiveInt | None = None
     truncate_draft: bool = True
     scheduler: Literal["fixed", "threshold", "sync", "async"] = "fixed"
     confidence_threshold: float = Field(default=0.3, ge=0, le=1)

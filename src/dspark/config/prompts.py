@@ -103,6 +103,25 @@ class TrafficSource(Frozen):
     scrub: str = Field(default="default", pattern=r"^(default|none|[\w.]+:\w+)$")
 
 
+class SelfInstructSource(Frozen):
+    """User turns that the target writes itself from its chat template (``data.self_instruct``).
+
+    Who answers the prompts writes them: the embedded engine, or ``regenerate.endpoints``.
+    ``systems``: system turns to write under, in turn; they stay in the prompts.
+    """
+
+    kind: Literal["self_instruct"]
+    category: Category = "general"
+    language: Language | None = None
+    train: NonNegativeInt = 0
+    held_out: NonNegativeInt = 0
+    seed: NonNegativeInt = 0
+    temperature: float = Field(default=1.0, ge=0.1, le=2)
+    top_p: float = Field(default=0.99, gt=0, le=1)
+    max_tokens: PositiveInt = 256
+    systems: tuple[str, ...] = ()
+
+
 class NearDuplicates(Frozen):
     """MinHash LSH on word shingles: rows of estimated Jaccard similarity ``threshold`` or more."""
 
@@ -113,13 +132,17 @@ class NearDuplicates(Frozen):
 class Contamination(Frozen):
     """No training prompt may share an n-gram with an evaluation item.
 
-    ``against`` names files of evaluation items; ``benchmarks`` the packages whose prompts are
-    compared too, by default those that are installed. ``ngram`` counts words; ``token_ngram``
-    counts tokens where a tokenizer is known, ``null`` leaves that level out. An n-gram that more
-    than ``template_items`` items share is the benchmark's own wrapper and is not compared.
+    ``against`` names files of evaluation items; ``tasks`` the benchmarks of ``dspark bench`` (or
+    ``all`` that are at hand), whose files may lie in the folder ``data``; ``benchmarks`` the
+    packages whose prompts are compared too, by default those that are installed. ``ngram`` counts
+    words; ``token_ngram`` counts tokens where a tokenizer is known, ``null`` leaves that level out.
+    An n-gram that more than ``template_items`` items share is the benchmark's own wrapper and is
+    not compared.
     """
 
     against: tuple[str, ...] = ()
+    tasks: tuple[str, ...] | Literal["all"] = ()
+    data: str | None = Field(default=None, min_length=1)
     benchmarks: tuple[Benchmark, ...] | Literal["installed"] = "installed"
     ngram: int = Field(default=13, ge=5, le=64)
     token_ngram: Annotated[int, Field(ge=5, le=128)] | None = 13
@@ -169,7 +192,8 @@ PromptSource = Annotated[
     | PackageSource
     | FileSource
     | HubSource
-    | TrafficSource,
+    | TrafficSource
+    | SelfInstructSource,
     Field(discriminator="kind"),
 ]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from dspark.config.answers import RegenerateSection, Temperature
 from dspark.config.architecture import (
     Flavour,
     Frozen,
@@ -25,19 +25,6 @@ from dspark.config.prompts import PackageSource, PromptsSection, TokenizerSectio
 from dspark.config.target import TargetShape
 
 PositiveFloat = Annotated[float, Field(gt=0)]
-LEAST_TEMPERATURE = 0.01
-
-
-def _greedy_or_warm(value: float) -> float:
-    """Below it a draw is greedy in all but name: 0 was meant, or it is a slip."""
-    if 0 < value < LEAST_TEMPERATURE:
-        raise PydanticCustomError(
-            "temperature", f"Input should be 0 (greedy) or at least {LEAST_TEMPERATURE}"
-        )
-    return value
-
-
-Temperature = Annotated[float, Field(ge=0, le=5), AfterValidator(_greedy_or_warm)]
 
 
 class TargetSection(Frozen):
@@ -53,20 +40,6 @@ class TargetSection(Frozen):
     device: str = "auto"
     max_context: PositiveInt = 2048
     sizes: TargetShape | None = None
-
-
-class RegenerateSection(Frozen):
-    """The target answers the training prompts itself (on-policy).
-
-    ``precision`` is that of the target's matrix products here and in capture; residual stream,
-    attention, norms and head keep ``target.dtype``.
-    """
-
-    precision: Literal["float32", "bfloat16"] = "float32"
-    max_new_tokens: PositiveInt = 256
-    temperatures: tuple[Temperature, ...] = Field(default=(0.0, 1.0), min_length=1)
-    batch_size: PositiveInt = 64
-    keep_truncated: bool = True
 
 
 class CaptureSection(Frozen):
@@ -234,7 +207,7 @@ class Recipe(Frozen):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Recipe:
-        longest = max(self.regenerate.max_new_tokens, self.bench.max_new_tokens)
+        longest = max(self.regenerate.most_new_tokens(), self.bench.max_new_tokens)
         need = self.prompts.max_prompt_tokens + longest
         for number, source in enumerate(self.prompts.sources):
             if not isinstance(source, PackageSource) and source.train == "all":
@@ -259,13 +232,27 @@ class Recipe(Frozen):
 
 
 class DataRecipe(Frozen):
-    """Prompts alone, for ``dspark prompts``: no target and no draft, at any scale.
+    """Prompts and answers alone: no target on this machine and no draft, at any scale.
 
     ``tokenizer`` is needed for token counts, ``max_prompt_tokens`` and token n-grams; without one
-    the report says that these were not looked at.
+    the report says that these were not looked at. ``regenerate`` needs ``endpoints``, since there
+    is no target here, and checks what they say with the tokenizer.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     output: str = Field(min_length=1)
     tokenizer: TokenizerSection | None = None
     prompts: PromptsSection
+    regenerate: RegenerateSection | None = None
+
+    @model_validator(mode="after")
+    def _answers_come_from_servers(self) -> DataRecipe:
+        if self.regenerate is None:
+            return self
+        if not self.regenerate.endpoints:
+            raise ValueError(
+                "regenerate.endpoints: a recipe without a target needs servers that answer"
+            )
+        if self.tokenizer is None:
+            raise ValueError("tokenizer: is needed to check what the servers of regenerate say")
+        return self

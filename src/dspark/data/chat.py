@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
@@ -66,10 +66,13 @@ class Tokenizer(Protocol):
 
 def prompt_ids(
     tokenizer: Tokenizer,
-    messages: Sequence[dict[str, str]],
+    messages: Sequence[dict[str, Any]],
     tools: Sequence[dict[str, Any]] = (),
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Ids of a conversation up to where the target starts to answer, 1-D.
+
+    ``variables`` go to the template as they are (``enable_thinking``, ``reasoning_effort``).
 
     Raises:
         TargetError: the tokenizer has no chat template.
@@ -84,7 +87,8 @@ def prompt_ids(
             where="chat template",
             fix="Give the prompt a user turn.",
         )
-    options = {"tokenize": True, "return_dict": False, "add_generation_prompt": True}
+    own = {"tokenize": True, "return_dict": False, "add_generation_prompt": True}
+    options = {**(variables or {}), **own}
     ids = [int(i) for i in _render(tokenizer, messages, **options)]
     if not tools:
         return ids
@@ -245,7 +249,7 @@ def _template_text(tokenizer: Tokenizer) -> str:
     return str(template)
 
 
-def _render(tokenizer: Tokenizer, messages: Sequence[dict[str, str]], **options: Any) -> Any:
+def _render(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
     try:
         return tokenizer.apply_chat_template(list(messages), **options)
     except TemplateError as error:

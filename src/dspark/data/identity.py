@@ -20,6 +20,7 @@ from dspark.config.prompts import (
     ReasoningGymSource,
     TrafficSource,
 )
+from dspark.data.filters.evaluation import TaskItems
 from dspark.data.packages import PACKAGES
 from dspark.data.records import record_files
 from dspark.errors import DataError, MissingDependencyError
@@ -27,8 +28,10 @@ from dspark.errors import DataError, MissingDependencyError
 GENERATOR = "reasoning-gym"
 
 
-def section_identity(section: PromptsSection) -> dict[str, Any]:
+def section_identity(section: PromptsSection, tasks: TaskItems | None = None) -> dict[str, Any]:
     """The section as plain JSON with content hashes and versions in place of paths.
+
+    ``tasks``: of the benchmarks that ``filters.contamination.tasks`` names.
 
     Raises:
         DataError: a file that it names cannot be read.
@@ -39,6 +42,8 @@ def section_identity(section: PromptsSection) -> dict[str, Any]:
     wanted = section.filters.contamination
     if wanted is not None:
         compared = plain["filters"]["contamination"]
+        compared["tasks"] = {} if tasks is None else tasks.identity
+        del compared["data"]
         compared["against"] = [_content(Path(path)) for path in wanted.against]
         kinds = PACKAGES if wanted.benchmarks == "installed" else wanted.benchmarks
         compared["benchmarks"] = {kind: _installed(PACKAGES[kind][0]) for kind in kinds}

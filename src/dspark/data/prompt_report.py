@@ -293,7 +293,7 @@ def _notes(benchmarks: Benchmarks | None, counted_tokens: bool) -> tuple[str, ..
     else:
         if benchmarks.absent:
             absent = ", ".join(benchmarks.absent)
-            notes.append(f"Not installed, so not compared with: {absent}.")
+            notes.append(f"Not at hand, so not compared with: {absent}.")
         if not benchmarks.items:
             notes.append("There was no evaluation item to compare training prompts with.")
     return tuple(notes)

@@ -25,8 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dspark.artifacts import atomic_json
-from dspark.config.prompts import PackageSource, PromptSource, PromptsSection
+from dspark.config.prompts import PackageSource, PromptSource, PromptsSection, SelfInstructSource
 from dspark.data.chunks import CHUNK_ROWS, Account, Chunks
+from dspark.data.filters.evaluation import TaskItems
 from dspark.data.prompt import Split
 from dspark.data.prompt_page import write_page
 from dspark.data.prompt_report import (
@@ -38,6 +39,7 @@ from dspark.data.prompt_report import (
     drop_summary,
 )
 from dspark.data.selection import STEPS, Selection, select
+from dspark.data.self_instruct import file_name, written_prompts
 from dspark.data.shards import ShardWriter
 from dspark.data.sieve import Sieve
 from dspark.data.sources import Candidate, candidates_of
@@ -56,14 +58,17 @@ def build_prompts(
     tokens: Tokens | None,
     *,
     keep_ids: bool = False,
+    tasks: TaskItems | None = None,
     on_rows: Callable[[int], None] = lambda rows: None,
 ) -> PromptReport:
     """Write shards, ``report.json``, ``report.html`` and ``contamination.json`` into ``folder``.
 
     Args:
         section: the recipe's ``prompts``.
-        folder: exists; finished chunks of an earlier attempt in it are used.
+        folder: exists; finished chunks of an earlier attempt in it are used. What the target wrote
+            for sources of kind self_instruct is there already.
         tokens: the target's tokenizer; None leaves out what needs one, and the report says so.
+        tasks: items of the benchmarks that ``filters.contamination.tasks`` names.
         keep_ids: keep rows of token ids instead of refusing them.
         on_rows: called with the number of rows read since the last call.
 
@@ -74,8 +79,8 @@ def build_prompts(
     """
     _refuse_nothing(section.sources)
     chunks = Chunks(folder)
-    sieve = Sieve(section, tokens, keep_ids)
-    count = _sieve_all(section, sieve, chunks, on_rows)
+    sieve = Sieve(section, tokens, keep_ids, tasks)
+    count = _sieve_all(section, sieve, chunks, folder, on_rows)
     account = chunks.account(count)
     rows = chunks.rows(count)
     near = section.filters.near_duplicate is not None
@@ -102,10 +107,14 @@ def build_prompts(
 
 
 def _sieve_all(
-    section: PromptsSection, sieve: Sieve, chunks: Chunks, on_rows: Callable[[int], None]
+    section: PromptsSection,
+    sieve: Sieve,
+    chunks: Chunks,
+    folder: Path,
+    on_rows: Callable[[int], None],
 ) -> int:
     """Sieve what is not sieved yet; the number of chunks."""
-    candidates = _numbered(section.sources)
+    candidates = _numbered(section.sources, folder)
     number = 0
     while batch := list(islice(candidates, CHUNK_ROWS)):
         if not chunks.done(number):
@@ -115,8 +124,12 @@ def _sieve_all(
     return number
 
 
-def _numbered(sources: Sequence[PromptSource]) -> Iterator[tuple[int, Candidate]]:
+def _numbered(sources: Sequence[PromptSource], folder: Path) -> Iterator[tuple[int, Candidate]]:
     for number, source in enumerate(sources):
+        if isinstance(source, SelfInstructSource):
+            for prompt in written_prompts(source, folder / file_name(number)):
+                yield number, Candidate(prompt.source, prompt.split, prompt)
+            continue
         for candidate in candidates_of(source):
             yield number, candidate
 

@@ -1,141 +1,140 @@
 """On-policy answers: the target answers the training prompts itself.
 
 A draft learns the target's distribution on the target's own text, so answers written by people or
-by another model would teach it contexts that serving never shows. The engine is handed in; this
-stage decides seeds and temperatures, keeps what is finished across interruptions, and counts how
-answers ended (truncated ones are reported, never hidden).
+by another model would teach it contexts that serving never shows. Who answers is handed in (the
+embedded engine or servers); this stage decides seeds and temperatures, keeps what is finished
+across interruptions, and counts how answers ended (truncated ones are reported, never hidden).
+
+What a prompt is asked with depends on its id and the recipe alone. So a stage that was killed
+anywhere ends with the very rows of an undisturbed one, in the order of the prompts.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Protocol
 
-from pydantic import ValidationError
-
-from dspark.artifacts import atomic_write, storage_guard
-from dspark.config.recipe import RegenerateSection
-from dspark.decoding.params import SamplingParams
-from dspark.decoding.request import AnswerEngine, GenerationRequest, GenerationResult
+from dspark.config.answers import RegenerateSection
+from dspark.data.answer_journal import UNFINISHED, Journal
+from dspark.data.answer_report import AnswerAccount, AnswerReport, write_answer_report
+from dspark.data.conversation import Conversation
+from dspark.data.prompt import Prompt
+from dspark.data.shards import ShardWriter
 from dspark.errors import DataError
-from dspark.hidden.answers import Answer, write_answers
+from dspark.hidden.answers import SHARD_NAME
 
-ANSWERS = "answers.jsonl"
-UNFINISHED = "unfinished.jsonl"
-
-
-@dataclass(frozen=True)
-class AnswerReport:
-    """Counts of one regeneration."""
-
-    answers: int
-    tokens: int
-    finish_reasons: dict[str, int]
-    dropped_truncated: int
-    dropped_empty: int
+Prompts = Callable[[], Iterable[Prompt]]
+"""The prompts, in their order, as often as they are wanted."""
 
 
-def answer_seed(prompt_id: str) -> int:
-    """A request's seed depends on its prompt's id only."""
-    return int.from_bytes(hashlib.sha256(prompt_id.encode()).digest()[:4], "big")
+class Answerer(Protocol):
+    """Brings conversations to their end and calls back for each; returns endpoints it lost."""
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether tool calls come apart from the text."""
+
+    def run(
+        self, conversations: Iterator[Conversation], on_done: Callable[[Conversation], None]
+    ) -> dict[str, str]: ...
 
 
 def regenerate(
-    prompts: Sequence[tuple[str, str, list[int]]],
-    engine: AnswerEngine,
+    prompts: Prompts,
+    answering: Answerer,
     section: RegenerateSection,
     folder: Path,
     on_answer: Callable[[int], None] = lambda _: None,
 ) -> AnswerReport:
-    """Answer ``prompts`` (id, category, ids) and write ``folder/answers.jsonl``.
+    """Answer ``prompts`` and write ``shards/answers-*.jsonl``, ``report.json`` and ``report.html``.
 
-    Temperatures of the section alternate over the prompts. Answers an interrupted run had finished
-    are read back from ``unfinished.jsonl`` and not made again; the caller removes that file when
-    the stage is sealed. ``on_answer`` gets the number of answers that became ready.
+    Conversations an interrupted run had finished are read back from ``unfinished.jsonl`` and not
+    made again; the caller removes that file when the stage is sealed. ``on_answer`` gets the number
+    of prompts that became ready.
 
     Raises:
-        DataError: no prompts, or no answer was left to train on.
+        DataError: no prompts, nothing to train on, or a mask over everything.
+        EndpointError: see :mod:`dspark.data.served`.
     """
-    if not prompts:
+    journal = Journal(folder)
+    try:
+        lost = _answer_missing(prompts, answering, section, journal, on_answer)
+        return _finish(prompts, section, journal, folder, lost)
+    finally:
+        journal.close()
+
+
+def _answer_missing(
+    prompts: Prompts,
+    answering: Answerer,
+    section: RegenerateSection,
+    journal: Journal,
+    on_answer: Callable[[int], None],
+) -> dict[str, str]:
+    missing = 0
+    for prompt in prompts():
+        if prompt.id not in journal.places and prompt.input_ids is not None:
+            # Somebody else's ids: there is nothing to ask, and they are nobody's own answers.
+            journal.add(prompt.id, [], {"dropped token ids": 1})
+        if prompt.id in journal.places:
+            on_answer(1)
+        else:
+            missing += 1
+    if not missing:
+        return {}
+
+    def unfinished() -> Iterator[Conversation]:
+        for prompt in prompts():
+            if prompt.id not in journal.places:
+                yield Conversation(prompt, section, answering.reads_calls)
+
+    def keep(conversation: Conversation) -> None:
+        rows = conversation.rows()
+        journal.add(conversation.prompt.id, rows, dict(conversation.tally))
+        on_answer(1)
+
+    return answering.run(unfinished(), keep)
+
+
+def _finish(
+    prompts: Prompts,
+    section: RegenerateSection,
+    journal: Journal,
+    folder: Path,
+    lost: dict[str, str],
+) -> AnswerReport:
+    """Copy the rows into shards, in the order of the prompts, and write the report."""
+    account, writer, asked = AnswerAccount(), ShardWriter(folder, (SHARD_NAME,)), False
+    for prompt in prompts():
+        asked = True
+        header, rows = journal.read(prompt.id)
+        account.add(prompt.category, header)
+        for row in rows:
+            writer.add(SHARD_NAME, row)
+    if not asked:
         raise DataError(
             expected="at least one training prompt",
             found="none",
             where="regenerate",
             fix="Set `train` above 0 for a source in prompts.sources.",
         )
-    requests, meta = {}, {}
-    for number, (prompt_id, category, ids) in enumerate(prompts):
-        temperature = section.temperatures[number % len(section.temperatures)]
-        params = SamplingParams(
-            temperature=temperature,
-            seed=answer_seed(prompt_id),
-            max_new_tokens=section.max_new_tokens,
+    report = account.report(lost, _notes(section))
+    writer.close()
+    write_answer_report(folder, report)
+    return report
+
+
+def _notes(section: RegenerateSection) -> tuple[str, ...]:
+    notes = []
+    if section.endpoints:
+        notes.append(
+            "Every reply was held against the target's template and tokenizer: prompt ids, text of "
+            "the generated ids, counts, and the end-of-turn token."
         )
-        requests[prompt_id] = GenerationRequest(prompt_id, tuple(ids), params)
-        meta[prompt_id] = (category, temperature)
-    done = {a.id: a for a in _read_unfinished(folder / UNFINISHED) if a.id in requests}
-    on_answer(len(done))
-    with storage_guard(folder), (folder / UNFINISHED).open("a", encoding="utf-8") as log:
-
-        def keep(result: GenerationResult) -> None:
-            category, temperature = meta[result.id]
-            prompt = requests[result.id].prompt_ids
-            answer = Answer(
-                id=result.id,
-                category=category,
-                temperature=temperature,
-                prompt_length=len(prompt),
-                finish_reason=result.finish_reason,
-                ids=prompt + result.ids,
-            )
-            done[answer.id] = answer
-            log.write(answer.model_dump_json() + "\n")
-            log.flush()
-            on_answer(1)
-
-        missing = [r for i, r in requests.items() if i not in done]
-        if missing:
-            engine.run(missing, keep, lambda _: None)
-    return _finish(folder, [done[i] for i in requests], section)
+    if section.on_length == "keep":
+        notes.append("Answers that were cut are kept: what is there is trained on, an end is not.")
+    return tuple(notes)
 
 
-def _finish(folder: Path, answers: list[Answer], section: RegenerateSection) -> AnswerReport:
-    reasons = Counter(str(a.finish_reason) for a in answers)
-    whole = [a for a in answers if section.keep_truncated or a.finish_reason == "stop"]
-    # An answer of one token has no anchor: nothing could be learnt from it.
-    usable = [a for a in whole if len(a.ids) - a.prompt_length >= 2]
-    if not usable:
-        raise DataError(
-            expected="answers of at least two tokens",
-            found=f"{len(answers)} answers, finish reasons {dict(reasons)}, none usable",
-            where="regenerate",
-            fix="Raise regenerate.max_new_tokens or keep truncated answers.",
-        )
-    write_answers(folder / ANSWERS, usable)
-    return AnswerReport(
-        answers=len(usable),
-        tokens=sum(len(a.ids) - a.prompt_length for a in usable),
-        finish_reasons=dict(reasons),
-        dropped_truncated=len(answers) - len(whole),
-        dropped_empty=len(whole) - len(usable),
-    )
-
-
-def _read_unfinished(path: Path) -> list[Answer]:
-    """Whole lines an interrupted run left; a torn last line is simply answered again."""
-    if not path.exists():
-        return []
-    answers = []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    for line in lines:
-        try:
-            answers.append(Answer.model_validate(json.loads(line)))
-        except (json.JSONDecodeError, ValidationError):
-            continue
-    # Rewritten whole, so that appending never continues a torn line.
-    atomic_write(path, "".join(a.model_dump_json() + "\n" for a in answers))
-    return answers
+__all__ = ["UNFINISHED", "Answerer", "regenerate"]

@@ -1,4 +1,4 @@
-"""The finished prompts: JSON Lines shards named by their content.
+"""Finished rows, prompts and answers: JSON Lines shards named by their content.
 
 ``shards/train-00000-<sha256>.jsonl`` and so on, at most :data:`SHARD_ROWS` rows each. The name
 tells two shards of different content apart without opening them, and a shard that is there already
@@ -8,7 +8,7 @@ is not written again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -24,18 +24,18 @@ SHARD_BYTES = 64_000_000
 
 
 class ShardWriter:
-    """Collects rows of both splits and writes a shard whenever one is full."""
+    """Collects rows under the name of their part and writes a shard whenever one is full."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, parts: Sequence[str] = ("train", "held_out")) -> None:
         self._folder = folder / SHARDS
         with storage_guard(self._folder):
             self._folder.mkdir(exist_ok=True)
-        self._lines: dict[Split, list[str]] = {"train": [], "held_out": []}
-        self._bytes: dict[Split, int] = {"train": 0, "held_out": 0}
-        self._written: dict[Split, int] = {"train": 0, "held_out": 0}
+        self._lines: dict[str, list[str]] = {part: [] for part in parts}
+        self._bytes: dict[str, int] = dict.fromkeys(parts, 0)
+        self._written: dict[str, int] = dict.fromkeys(parts, 0)
         self._names: set[str] = set()
 
-    def add(self, split: Split, line: str) -> None:
+    def add(self, split: str, line: str) -> None:
         """Append one row (JSON without a line end)."""
         self._lines[split].append(line)
         self._bytes[split] += len(line)
@@ -44,14 +44,14 @@ class ShardWriter:
 
     def close(self) -> None:
         """Write what is left and remove shards of an earlier attempt that are no part of this."""
-        self._flush("train")
-        self._flush("held_out")
+        for part in self._lines:
+            self._flush(part)
         with storage_guard(self._folder):
             for path in self._folder.iterdir():
                 if path.name not in self._names:
                     path.unlink()
 
-    def _flush(self, split: Split) -> None:
+    def _flush(self, split: str) -> None:
         if not self._lines[split]:
             return
         content = "".join(line + "\n" for line in self._lines[split]).encode()

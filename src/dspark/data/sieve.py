@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dspark.config.prompts import Contamination, PromptsSection
-from dspark.data.filters.evaluation import EvalItem, evaluation_items
+from dspark.data.filters.evaluation import EvalItem, TaskItems, evaluation_items
 from dspark.data.filters.minhash import ENTRIES, Signatures, signatures
 from dspark.data.filters.ngrams import NgramIndex
 from dspark.data.filters.units import Units, token_units, word_units
@@ -77,8 +77,10 @@ class Sieved:
 class Benchmarks:
     """The n-gram indices of all evaluation items, words always and tokens with a tokenizer."""
 
-    def __init__(self, section: Contamination, tokens: Tokens | None) -> None:
-        self.items, self.absent = evaluation_items(section)
+    def __init__(
+        self, section: Contamination, tokens: Tokens | None, tasks: TaskItems | None
+    ) -> None:
+        self.items, self.absent = evaluation_items(section, tasks)
         texts = [item.texts for item in self.items]
         self.words = NgramIndex(word_units(texts), section.ngram, section.template_items)
         self.tokens: NgramIndex | None = None
@@ -113,18 +115,25 @@ class Benchmarks:
 class Sieve:
     """The filters of one recipe, ready to sieve chunk after chunk."""
 
-    def __init__(self, section: PromptsSection, tokens: Tokens | None, keep_ids: bool) -> None:
+    def __init__(
+        self,
+        section: PromptsSection,
+        tokens: Tokens | None,
+        keep_ids: bool,
+        tasks: TaskItems | None = None,
+    ) -> None:
         """
         Args:
             section: the recipe's prompts.
             tokens: None leaves out lengths in tokens and token n-grams.
             keep_ids: rows of token ids are kept as they are; else they are refused.
+            tasks: items of the benchmarks that ``filters.contamination.tasks`` names.
         """
         self._section = section
         self._tokens = tokens
         self._keep_ids = keep_ids
         wanted = section.filters.contamination
-        self.benchmarks = None if wanted is None else Benchmarks(wanted, tokens)
+        self.benchmarks = None if wanted is None else Benchmarks(wanted, tokens, tasks)
 
     def chunk(self, candidates: Iterable[tuple[int, Candidate]]) -> Sieved:
         """Judge ``(source number, candidate)`` pairs.

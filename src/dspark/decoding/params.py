@@ -19,6 +19,9 @@ from dspark.errors import DecodingError
 
 # Below this the softmax of fp32 logits is a one-hot up to rounding: the user means greedy.
 MIN_TEMPERATURE = 1e-5
+# Beyond these fp32 logits overflow, and the request would fail in the middle of a batch.
+LARGEST_SHIFT = 1_000_000
+REPETITION = (0.001, 1000.0)
 
 
 class Shape(NamedTuple):
@@ -79,6 +82,7 @@ class SamplingParams:
             generated token, and of this many most likely ones. None is off.
         grammar: what the answer must match.
         scheduler: instead of the engine's own: ``fixed``, ``threshold``, ``sync`` or ``async``.
+        speculate: False decodes this request without drafts, beside others that draft.
 
     Raises:
         DecodingError: a value of the wrong type or outside its range.
@@ -103,6 +107,7 @@ class SamplingParams:
     logprobs: int | None = None
     grammar: Grammar | None = None
     scheduler: SchedulerName | None = None
+    speculate: bool = True
 
     def __post_init__(self) -> None:
         t = self.temperature
@@ -124,13 +129,15 @@ class SamplingParams:
 
     def _check_rules(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):
-            if not _is_number(getattr(self, name)):
-                self._refuse(name, "a finite number (0 is off)")
-        if not _is_number(self.repetition_penalty) or self.repetition_penalty <= 0:
-            self._refuse("repetition_penalty", "a finite number > 0 (1 is off)")
+            if not _is_number(getattr(self, name)) or abs(getattr(self, name)) > LARGEST_SHIFT:
+                self._refuse(name, f"a number in [-{LARGEST_SHIFT}, {LARGEST_SHIFT}] (0 is off)")
+        low, high = REPETITION
+        if not _is_number(self.repetition_penalty) or not low <= self.repetition_penalty <= high:
+            self._refuse("repetition_penalty", f"a number in [{low}, {high}] (1 is off)")
         for token, bias in self.logit_bias.items():
-            if not _is_integer(token) or token < 0 or not _is_number(bias):
-                self._refuse("logit_bias", "token ids >= 0 with finite numbers")
+            small = _is_number(bias) and abs(bias) <= LARGEST_SHIFT
+            if not _is_integer(token) or token < 0 or not small:
+                self._refuse("logit_bias", f"token ids >= 0, numbers up to {LARGEST_SHIFT} in size")
         if self.logprobs is not None:
             self._check_integer("logprobs", 0, "an integer >= 0, or None")
 

@@ -89,7 +89,7 @@ def examine_live(patient: Patient, on_step: Callable[[], None] = lambda: None) -
         _states(patient.target, examples, plain),
         _identity(drafted, plain),
         *_conventions(patient, examples, on_step),
-        _acceptance(patient.expected, drafted),
+        check_acceptance(patient.expected, drafted),
     ]
 
 
@@ -213,7 +213,7 @@ def _judge(family: Family, declared: Score, tried: Mapping[str, Score], best: st
     )  # fmt: skip
 
 
-def _acceptance(expected: Expected | None, drafted: list[Generation]) -> Check:
+def check_acceptance(expected: Expected | None, drafted: list[Generation]) -> Check:
     counters = [g.counter for g in drafted if g.counter is not None and g.counter.steps]
     if not counters:
         return skipped("live.acceptance", ACCEPTANCE, "no verify step: answers of one token")

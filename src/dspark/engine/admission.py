@@ -87,6 +87,7 @@ class Admission:
         self._shared: defaultdict[Mode, Tally] = defaultdict(Tally)
         self._live: Live | None = None
         self._steps = 0
+        self.limit = min(self.slots, self.options.draft_tokens or self.slots)
 
     @property
     def banner(self) -> str:
@@ -114,7 +115,7 @@ class Admission:
     ) -> list[Request]:
         """Requests to draft for, of all that decode in this step."""
         self._live = None
-        able = [r for r in requests if r.room > 1 and self.slots]
+        able = [r for r in requests if r.room > 1 and self.slots and samplers[r].params.speculate]
         self._steps += 1
         tracks = {r: self.open(r, samplers[r]) for r in able}
         flexible = [r for r in able if self._kind(tracks[r]) != "fixed"]
@@ -208,7 +209,7 @@ class Admission:
             if predicted is None:
                 track.first(self._shared[track.mode])
             else:
-                predicted[request.room - 1 :] = 0.0
+                predicted[min(request.room - 1, self.limit) :] = 0.0
                 known.append((track, predicted))
         if not known:
             return
@@ -216,7 +217,7 @@ class Admission:
         tokens, emitted = len(requests), float(len(requests))
         for request in sure:
             predicted = tracks[request].predict(self._shared[tracks[request].mode])
-            tokens += min(self.slots, request.room - 1)
+            tokens += min(self.limit, request.room - 1)
             emitted += 0.0 if predicted is None else float(predicted.sum())
         most = tokens + len(known) * self.slots
         worth = schedule.worth_drafting(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from dspark.decoding.acceptance import AcceptanceCounter
+from dspark.decoding.acceptance import AcceptanceCounter, StepCount
 from dspark.decoding.params import SamplingParams
 from dspark.decoding.request import TokenKind
 from dspark.engine.request import Request, StepResult, TokenLogprob
@@ -18,7 +18,10 @@ EndReason = Literal["stop", "length", "abort"]
 class Delta:
     """What one step added to answer ``index`` of request ``id``.
 
-    ``text`` may lag behind ``ids`` (half characters, what might become a stop string).
+    ``text`` may lag behind ``ids`` (half characters, what might become a stop string). ``kinds``
+    and ``starts`` go with ``ids``: how a token came to be, and where in the answer's whole text its
+    own text begins (a token of a half character begins where that character does; one behind the
+    end of the text was cut off). ``count`` is of the verify step, ``rejected`` what it refused.
     """
 
     id: str
@@ -28,6 +31,10 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: EndReason | None
     stop_reason: int | str | None
+    kinds: tuple[TokenKind, ...] = ()
+    starts: tuple[int, ...] = ()
+    rejected: tuple[int, ...] = ()
+    count: StepCount | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,9 @@ class Answer:
     counter: AcceptanceCounter | None
     kinds: list[TokenKind] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    step: StepResult | None = None
+    count: StepCount | None = None
     finish_reason: EndReason | None = None
     stop_reason: int | str | None = None
     _told: int = 0
@@ -99,9 +109,11 @@ class Answer:
     def take(self, result: StepResult) -> None:
         """Add emitted tokens up to the end of the answer; the rest of the run is dropped."""
         before = len(self.request.output)
+        self.step, self.count = result, None
         for place, token in enumerate(result.tokens):
             self.request.output.append(token)
             self.kinds.append(result.kinds[place])
+            self.starts.append(len(self.text.text) if self.text else 0)
             if result.logprobs:
                 self.logprobs.append(result.logprobs[place])
             if self._ends(token):
@@ -109,7 +121,8 @@ class Answer:
         if result.count is not None and self.counter is not None:
             # What was accepted behind the end is dropped, and not counted either.
             kept = len(self.request.output) - before
-            self.counter.add(replace(result.count, accepted=min(result.count.accepted, kept)))
+            self.count = replace(result.count, accepted=min(result.count.accepted, kept))
+            self.counter.add(self.count)
         if self.finish_reason is not None and self.text is not None:
             self.text.finish()
 
@@ -141,6 +154,10 @@ class Answer:
             tuple(self.logprobs[start:]),
             self.finish_reason,
             self.stop_reason,
+            tuple(self.kinds[start:]),
+            tuple(self.starts[start:]),
+            self.step.rejected if self.step is not None and start < self._told else (),
+            self.count if start < self._told else None,
         )
 
     def completion(self) -> Completion:

@@ -1,130 +1,216 @@
-"""The engine under asyncio: many callers, one step at a time.
+"""The engine under asyncio: many callers, one thread that steps.
 
-A step runs in a worker thread, so the event loop stays free to take requests and to send pieces.
-Nothing else may touch the engine meanwhile: what callers want (submit, abort, collect) waits in
-line and is done between two steps. The pump exists only while there is work.
+While there is work, a thread of its own steps the engine; the event loop only takes requests and
+sends pieces, and the engine never waits for it. Nothing else may touch the engine meanwhile: what
+callers want (submit, abort, collect) waits in line and is done in that thread between two steps.
+
+A caller may vanish at any moment, also between asking and being answered. A request whose caller is
+gone is not submitted, or forgotten again if it just was; whoever closes a stream early finds its
+pages free.
+
+A step that raises ends the requests that were running in it, each with that error; those that wait
+are served on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from dspark.decoding.params import SamplingParams
 from dspark.engine.answer import Delta, RequestOutput
 from dspark.engine.core import EngineCore
+from dspark.errors import DecodingError
+
+
+class StepError(RuntimeError):
+    """A step of the engine raised while a request ran in it; the cause is chained."""
+
+
+@dataclass(frozen=True)
+class _Order:
+    """``work`` is done between two steps and resolves ``future``.
+
+    With ``undo`` it is not done for a caller who is gone, and undone for one who went meanwhile.
+    """
+
+    work: Callable[[], Any]
+    future: asyncio.Future[Any]
+    undo: Callable[[], Any] | None
 
 
 class AsyncDriver:
-    """Drives ``core`` from one event loop. While it works, nobody else may step the core."""
+    """Drives ``core`` for one event loop. While it works, nobody else may step the core."""
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
-        self._orders: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
-        self._streams: dict[str, asyncio.Queue[Delta | BaseException]] = {}
-        self._pump: asyncio.Task[None] | None = None
+        self._lock = threading.Lock()
+        self._orders: deque[_Order] = deque()
+        self._working = False
+        self._streams: dict[str, asyncio.Queue[Delta | Exception]] = {}
+        self._own: set[str] = set()  # touched by the thread alone
+        self._numbers = itertools.count()
+
+    async def events(
+        self, prompt: Sequence[int], params: SamplingParams, id: str | None = None
+    ) -> AsyncIterator[Delta | RequestOutput]:
+        """Pieces of all answers as they come, then the whole result.
+
+        Closing the iterator early aborts the request.
+
+        Raises:
+            DecodingError: see :meth:`EngineCore.submit`.
+            StepError: a step that this request ran in raised.
+        """
+        name = f"async-{next(self._numbers)}" if id is None else id
+        if name in self._streams:
+            raise DecodingError(
+                expected="a request id that is not in use",
+                found=repr(name),
+                where="submit",
+                fix="Wait for the first request to end, or use another id.",
+            )
+        queue = self._streams[name] = asyncio.Queue()
+        submitted = self._order(
+            lambda: self._submit(prompt, params, name), lambda: self._forget(name)
+        )
+        held = True
+        try:
+            await submitted
+            open_answers = params.n
+            while open_answers:
+                delta = await queue.get()
+                if isinstance(delta, Exception):
+                    raise StepError(f"the engine failed: {delta}") from delta
+                open_answers -= delta.finish_reason is not None
+                yield delta
+            output: RequestOutput = await self._order(lambda: self._collect(name))
+            held = False
+            yield output
+        finally:
+            del self._streams[name]
+            # A caller may be cancelled between its request's submission and hearing of it.
+            if held and submitted.done() and not submitted.cancelled():
+                await self._order(lambda: self._forget(name))
 
     async def stream(
         self, prompt: Sequence[int], params: SamplingParams, id: str | None = None
     ) -> AsyncIterator[Delta]:
-        """Pieces of all answers as they come. Leaving the loop early aborts the request.
-
-        Raises:
-            DecodingError: see :meth:`EngineCore.submit`.
-        """
-        name, queue = await self._order(lambda: self._submit(prompt, params, id))
-        open_answers = params.n
-        try:
-            while open_answers:
-                delta = await queue.get()
-                if isinstance(delta, BaseException):
-                    raise delta
-                open_answers -= delta.finish_reason is not None
-                yield delta
-        finally:
-            del self._streams[name]
-            self._later(lambda: self._forget(name))
+        """Only the pieces of :meth:`events`."""
+        async with aclosing(self.events(prompt, params, id)) as events:  # type: ignore[type-var]
+            async for event in events:
+                if isinstance(event, Delta):
+                    yield event
 
     async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, id: str | None = None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        id: str | None = None,
+        on_delta: Callable[[Delta], None] = lambda _: None,
     ) -> RequestOutput:
-        """The whole result.
-
-        Raises:
-            DecodingError: see :meth:`EngineCore.submit`.
-        """
-        name, queue = await self._order(lambda: self._submit(prompt, params, id))
-        open_answers, done = params.n, False
-        try:
-            while open_answers:
-                delta = await queue.get()
-                if isinstance(delta, BaseException):
-                    raise delta
-                open_answers -= delta.finish_reason is not None
-            output: RequestOutput = await self._order(lambda: self.core.collect(name))
-            done = True
-            return output
-        finally:
-            del self._streams[name]
-            if not done:
-                self._later(lambda: self._forget(name))
+        """Only the result of :meth:`events`; ``on_delta`` is told every piece as it comes."""
+        async with aclosing(self.events(prompt, params, id)) as events:  # type: ignore[type-var]
+            async for event in events:
+                if isinstance(event, RequestOutput):
+                    return event
+                on_delta(event)
+        raise AssertionError("events end with the result")
 
     async def abort(self, id: str) -> None:
         """End a request; its stream gets a last piece."""
-        for delta in await self._order(lambda: self.core.abort(id)):
-            self._tell(delta)
+        self._tell(await self._order(lambda: self.core.abort(id)))
 
-    def _submit(
-        self, prompt: Sequence[int], params: SamplingParams, id: str | None
-    ) -> tuple[str, asyncio.Queue[Delta | BaseException]]:
-        name = self.core.submit(prompt, params, id)
-        self._streams[name] = asyncio.Queue()
-        return name, self._streams[name]
+    def _submit(self, prompt: Sequence[int], params: SamplingParams, name: str) -> None:
+        self.core.submit(prompt, params, name)
+        self._own.add(name)
+
+    def _collect(self, name: str) -> RequestOutput:
+        self._own.discard(name)
+        return self.core.collect(name)
 
     def _forget(self, name: str) -> None:
-        self.core.abort(name)
-        self.core.collect(name)
+        self._own.discard(name)
+        self.core.forget(name)
 
-    def _later(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
+    @property
+    def _busy(self) -> bool:
+        """Whether a request of this driver is unfinished; others are none of its thread's work."""
+        return any(not self.core.finished(name) for name in self._own)
+
+    def _order(
+        self, work: Callable[[], Any], undo: Callable[[], Any] | None = None
+    ) -> asyncio.Future[Any]:
+        """Do ``work`` between two steps."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._orders.append((work, future))
-        if self._pump is None:
-            self._pump = asyncio.get_running_loop().create_task(self._work())
+        with self._lock:
+            self._orders.append(_Order(work, future, undo))
+            start, self._working = not self._working, True
+        if start:
+            threading.Thread(target=self._work, name="dspark engine", daemon=True).start()
         return future
 
-    async def _order(self, work: Callable[[], Any]) -> Any:
-        """Do ``work`` between two steps."""
-        return await self._later(work)
-
-    async def _work(self) -> None:
-        try:
-            while self._orders or self.core.unfinished:
-                self._serve_orders()
-                if self.core.unfinished:
-                    for delta in await asyncio.to_thread(self.core.step):
-                        self._tell(delta)
-        except BaseException as error:
-            # A step that failed would leave everyone waiting for ever.
-            for queue in self._streams.values():
-                queue.put_nowait(error)
-            if not isinstance(error, Exception):
-                raise
-        finally:
-            self._pump = None
-
-    def _serve_orders(self) -> None:
-        orders, self._orders = self._orders, []
-        for work, future in orders:
+    def _work(self) -> None:
+        """The engine's thread: orders and steps, until there are neither."""
+        loop: asyncio.AbstractEventLoop | None = None
+        while True:
+            with self._lock:
+                orders, self._orders = self._orders, deque()
+                if not orders and not self._busy:
+                    self._working = False
+                    return
+            for order in orders:
+                loop = order.future.get_loop()
+                self._serve(order, loop)
+            if not self._busy:
+                continue
             try:
-                result = work()
+                deltas = self.core.step()
             except Exception as error:
-                if not future.cancelled():
-                    future.set_exception(error)
+                names = self.core.running or list(self._streams)
+                for name in names:
+                    self.core.abort(name)
+                self._post(loop, self._fail, names, error)
             else:
-                if not future.cancelled():
-                    future.set_result(result)
+                self._post(loop, self._tell, deltas)
 
-    def _tell(self, delta: Delta) -> None:
-        if delta.id in self._streams:
-            self._streams[delta.id].put_nowait(delta)
+    def _serve(self, order: _Order, loop: asyncio.AbstractEventLoop) -> None:
+        if order.undo is not None and order.future.cancelled():
+            return
+        try:
+            result, error = order.work(), None
+        except Exception as fault:
+            result, error = None, fault
+        self._post(loop, self._resolve, order, result, error)
+
+    @staticmethod
+    def _post(loop: asyncio.AbstractEventLoop | None, call: Callable[..., Any], *args: Any) -> None:
+        """Call ``call`` in the event loop; a loop that is closed has nobody left to tell."""
+        with suppress(RuntimeError):
+            if loop is not None:
+                loop.call_soon_threadsafe(call, *args)
+
+    def _resolve(self, order: _Order, result: Any, error: Exception | None) -> None:
+        if order.future.cancelled():
+            if order.undo is not None and error is None:
+                self._order(order.undo)
+        elif error is not None:
+            order.future.set_exception(error)
+        else:
+            order.future.set_result(result)
+
+    def _fail(self, names: Sequence[str], error: Exception) -> None:
+        for name in names:
+            if name in self._streams:
+                self._streams[name].put_nowait(error)
+
+    def _tell(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            if delta.id in self._streams:
+                self._streams[delta.id].put_nowait(delta)

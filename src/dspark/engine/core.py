@@ -92,6 +92,9 @@ class EngineCore:
         self.admission = Admission(block, options, costs, calibrations or {})
         longest = self.scheduler.max_length + block + 1
         self.runner = Runner(target, drafter, self.pool, longest, self.admission)
+        if options.draft_tokens is not None:
+            self.runner.draft_tokens = min(block, options.draft_tokens)
+        self.totals = AcceptanceCounter(block) if block else None
         self._answers: dict[Request, Answer] = {}
         self._groups: dict[str, list[Answer]] = {}
         self._numbers = itertools.count()
@@ -115,6 +118,14 @@ class EngineCore:
                 where="submit",
                 fix="Wait for the first request to end, or use another id.",
             )
+        strange = [i for i in prompt if not 0 <= i < self.target.vocab_size]
+        if strange:
+            raise DecodingError(
+                expected=f"token ids below the vocabulary of {self.target.vocab_size}",
+                found=f"{strange[:3]}",
+                where=f"prompt of {name}",
+                fix="Encode the prompt with the target's own tokenizer.",
+            )
         prepared = [self._prepare(name, i, list(prompt), params) for i in range(params.n)]
         answers = [answer for answer, _ in prepared]
         for answer, sampler in prepared:
@@ -133,6 +144,8 @@ class EngineCore:
         for result in self.runner.step(self.scheduler.schedule()):
             answer = self._answers[result.request]
             answer.take(result)
+            if answer.count is not None and self.totals is not None:
+                self.totals.add(answer.count)
             # Rows behind a trimmed end belong to no token that is kept.
             self.scheduler.advance(result.request, min(result.rows, result.request.length))
             if answer.finish_reason is not None:
@@ -162,6 +175,17 @@ class EngineCore:
             cached_tokens=answers[0].request.cached_rows or 0,
             completions=tuple(a.completion() for a in answers),
         )
+
+    def forget(self, id: str) -> None:
+        """Abort a request and drop its result; an unknown id is left alone."""
+        if id in self._groups:
+            self.abort(id)
+            self.collect(id)
+
+    @property
+    def running(self) -> list[str]:
+        """Ids of requests that hold pages: those a failed step was about."""
+        return list(dict.fromkeys(self._answers[r].id for r in self.scheduler.running))
 
     def finished(self, id: str) -> bool:
         """Whether all answers of a request ended."""

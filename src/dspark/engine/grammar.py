@@ -22,6 +22,9 @@ from torch import Tensor
 from dspark.decoding.params import Grammar, SamplingParams
 from dspark.errors import DecodingError, MissingDependencyError
 
+KEPT = 64
+"""Compiled grammars kept: a server is sent new ones for ever."""
+
 
 class GrammarRows:
     """The grammar of one request; ``matcher`` stands behind nothing yet."""
@@ -118,6 +121,8 @@ class GrammarCompiler:
             )
         if grammar not in self._compiled:
             self._compiled[grammar] = self._compile(grammar)
+            if len(self._compiled) > KEPT:
+                del self._compiled[next(iter(self._compiled))]
         matcher = self._compiled[grammar].deep_copy()
         return GrammarRows(matcher, self._end_ids, self._vocab_size, self._device)
 

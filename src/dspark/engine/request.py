@@ -76,7 +76,8 @@ class StepResult:
     """What one step gave a request.
 
     ``tokens`` were emitted (and are not in the request's output yet), ``kinds`` and ``logprobs``
-    go with them; ``rows`` leading rows are sound now; ``count`` is None when nothing was drafted.
+    go with them; ``rows`` leading rows are sound now; ``count`` is None when nothing was drafted;
+    ``rejected`` are the drafted tokens that verification refused, in their order.
     """
 
     request: Request
@@ -85,3 +86,4 @@ class StepResult:
     kinds: list[TokenKind]
     count: StepCount | None
     logprobs: list[TokenLogprob]
+    rejected: tuple[int, ...] = ()

@@ -50,6 +50,7 @@ class Runner:
         self.target, self.drafter, self.pool = target, drafter, pool
         self.admission = admission
         self.samplers: dict[Request, RequestSampler] = {}
+        self.draft_tokens = drafter.block_size if drafter else 0
         layers: list[list[tuple[int, int, torch.dtype]]] = []
         flat = isinstance(target, DecoderTarget)
         if isinstance(target, DecoderTarget):
@@ -156,8 +157,10 @@ class Runner:
         return results
 
     def _counts(self, part: Part) -> bool:
-        """Whether a step counts in acceptance: an answer's last token leaves nothing to draft."""
-        return self.drafter is not None and part.request.room > 1
+        """Whether a step counts in acceptance: an answer's last token leaves nothing to draft, and
+        who asks for no drafts is not counted."""
+        speculates = self.samplers[part.request].params.speculate
+        return self.drafter is not None and part.request.room > 1 and speculates
 
     def _spread(self, probs: Tensor) -> Tensor:
         assert self.drafter is not None
@@ -170,7 +173,7 @@ class Runner:
         # No more drafts than could still be emitted: a bonus always follows.
         size = self.drafter.block_size
         blocks = {
-            r: Block(self.samplers[r], r.output, r.output[-1], min(size, r.room - 1))
+            r: Block(self.samplers[r], r.output, r.output[-1], min(self.draft_tokens, r.room - 1))
             for r in requests
         }
         device = self.target.device
@@ -208,6 +211,7 @@ def _result(
         [*repeat(drafted, accepted), last],
         StepCount(claim.drafted, len(ids), accepted) if counts else None,
         _logprobs(claim.logits, tokens, claim.sampler.params.logprobs),
+        tuple(ids[accepted:]),
     )
 
 

@@ -33,17 +33,31 @@ class EvalItem:
     texts: tuple[str, ...]
 
 
-def evaluation_items(section: Contamination) -> tuple[list[EvalItem], list[str]]:
-    """All items, and the names of benchmarks that are not installed and so not compared.
+@dataclass(frozen=True)
+class TaskItems:
+    """Items of the bench's tasks, names of tasks that were not at hand, and a hash of each task's
+    texts (None: not at hand)."""
+
+    items: tuple[EvalItem, ...]
+    absent: tuple[str, ...]
+    identity: dict[str, str | None]
+
+
+def evaluation_items(
+    section: Contamination, tasks: TaskItems | None
+) -> tuple[list[EvalItem], list[str]]:
+    """All items, and the names of benchmarks that are not at hand and so not compared.
 
     Raises:
         DataError: a file is unreadable or a row of it asks nothing.
         MissingDependencyError: a benchmark that the recipe names is not installed.
     """
-    items: list[EvalItem] = []
+    if section.tasks and tasks is None:
+        raise TypeError("the recipe names tasks, but nobody brought their items")
+    items: list[EvalItem] = [] if tasks is None else list(tasks.items)
     for place in section.against:
         items += _file_items(Path(place))
-    absent: list[str] = []
+    absent: list[str] = [] if tasks is None else list(tasks.absent)
     named = section.benchmarks
     wanted: tuple[Benchmark, ...] = ("human_eval", "mt_bench") if named == "installed" else named
     for kind in wanted:

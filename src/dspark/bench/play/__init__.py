@@ -1,0 +1,1 @@
+"""Asking a suite's questions, of a server or of an engine in this process."""

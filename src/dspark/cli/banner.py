@@ -1,0 +1,91 @@
+"""What a server says before it serves: what was detected, what will not be used and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from dspark.api import Engine
+from dspark.checkpoint.published import read_config
+from dspark.cli.serve_options import ServeOptions
+from dspark.cli.speculation import Speculation
+from dspark.doctor.findings import Check
+from dspark.engine.memory import bytes_per_token
+from dspark.server.service import Service
+
+LOOK = {"pass": "green", "warn": "yellow", "fail": "bold white on red", "skip": "dim"}
+
+
+def facts(options: ServeOptions, service: Service, found: Speculation) -> list[tuple[str, str]]:
+    """(name, text) of everything that was detected or decided."""
+    engine = service.engine
+    config, provenance = read_config(options.draft)
+    core, target = engine.core, engine.loaded
+    made = engine.core.options
+    drafted = made.draft_tokens or config.block_size
+    pool = core.pool
+    width = bytes_per_token(core.target, core.drafter)
+    precision = str(target.dtype).removeprefix("torch.")
+    return [
+        ("model", service.name),
+        ("target", f"{target.files.source}, {target.shape.num_hidden_layers} layers, {precision} "
+         f"on {target.device}" + ("" if target.config else f" ({target.adapter_reason})")),
+        ("draft", f"{options.draft}, {type(config).__name__.removesuffix('DraftConfig').lower()}, "
+         f"{config.num_hidden_layers} layers, block {config.block_size}, "
+         f"{draft_precision(engine)}"),
+        ("layer ids", f"{list(config.target_layer_ids)}, residual after each (0-based)"),
+        ("trained on", str(provenance.get("target", "unknown"))),
+        ("modes", f"temperature 0: greedy; above: {made.verification} verification, "
+         f"{made.draft_sample_method} drafts of {drafted} tokens"),
+        ("scheduler", f"continuous batching, {made.max_requests} answers, "
+         f"{made.max_batch_tokens} tokens a step; every drafted token is verified"),
+        ("calibration", "none in use: the confidence head decides nothing yet"),
+        ("cost table", "none: no request is decoded plainly to save time unless it asks for it"),
+        ("cache", f"{pool.count * pool.page_size:,} tokens in {pool.count:,} pages "
+         f"({pool.count * pool.page_size * width / 2**20:.1f} MiB), prefix cache "
+         f"{'on' if pool.share else 'off'}"),
+        ("limits", f"context {service.max_length}, {made.max_requests} answers at once, "
+         f"{service.limits.waiting} waiting, bodies of {service.limits.body_bytes:,} bytes"),
+        ("grammars", "on" if _installed("llguidance") else
+         "off: llguidance is not installed, JSON output and forced tool calls get a 501"),
+        ("API key", "needed" if options.api_keys else "none: everybody who reaches it may use it"),
+        *(("not used", text) for text in found.unused),
+    ]  # fmt: skip
+
+
+def draft_precision(engine: Engine) -> str:
+    """Dtype of the draft's weights."""
+    drafter = engine.core.drafter
+    return "no draft" if drafter is None else str(drafter.dtype).removeprefix("torch.")
+
+
+def show_banner(rows: Sequence[tuple[str, str]], warnings: Sequence[str], console: Console) -> None:
+    """Facts, then warnings."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", min_width=12)
+    for name, text in rows:
+        table.add_row(Text(name, style="bold"), Text(text))
+    for warning in warnings:
+        table.add_row(Text("warning", style="bold yellow"), Text(warning, style="yellow"))
+    console.print(table)
+
+
+def show_probe(check: Check, console: Console) -> None:
+    """One line when acceptance is what it should be, a box that nobody overlooks when not."""
+    line = f"acceptance length {check.found}"
+    if check.status in {"pass", "skip"}:
+        console.print(Text.assemble((f"{'probe':>12}  ", "bold"), (line, LOOK[check.status])))
+        return
+    text = f"{line}\n{check.cause}.\n{check.mend}"
+    title = "the draft does not draft as it should" if check.status == "fail" else "probe"
+    console.print(Panel(Text(text), title=title, style=LOOK[check.status], expand=False))
+
+
+def _installed(name: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(name) is not None

@@ -1,0 +1,64 @@
+"""What ``dspark serve`` is told, apart from the verb so that its signature stays readable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EngineArgs = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[-- ENGINE ARGS]", help="Passed on to vLLM or ATOM, after --."),
+]
+EngineName = Annotated[
+    str, typer.Option(help="embedded serves here; vllm and atom print their line (with --plan).")
+]
+Target = Annotated[
+    str | None, typer.Option(help="Folder or hub id; the one in provenance when left out.")
+]
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
+ApiKey = Annotated[
+    list[str] | None,
+    typer.Option(envvar="DSPARK_API_KEY", help="Key that clients must send; repeatable."),
+]
+MaxModelLen = Annotated[
+    int | None, typer.Option(min=2, help="Context in tokens; left out, as the draft was made.")
+]
+MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Answers decoded together.")]
+MaxWaiting = Annotated[int, typer.Option(min=0, help="Answers that may wait; more get a 429.")]
+CacheGiB = Annotated[float, typer.Option(min=0.001, help="Memory for cached rows.")]
+SpeculativeConfig = Annotated[
+    str | None, typer.Option(metavar="JSON", help="vLLM's keys, as a JSON object.")
+]
+ServedName = Annotated[
+    str | None, typer.Option(help="Name in the API; the target's when left out.")
+]
+Drain = Annotated[int, typer.Option(min=0, help="Seconds to finish answers when stopped.")]
+Probe = Annotated[
+    bool, typer.Option("--probe/--no-probe", help="Measure acceptance before serving.")
+]
+Plan = Annotated[
+    bool, typer.Option("--plan", help="Print memory and capacity, or the engine's line, only.")
+]
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Everything but the engine's name and what is passed on to others."""
+
+    draft: Path
+    target: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    max_model_len: int | None = None
+    max_num_seqs: int = 16
+    max_waiting: int = 64
+    cache_gib: float = 1.0
+    speculative_config: str | None = None
+    served_model_name: str | None = None
+    drain: int = 60
+    probe: bool = True

@@ -1,0 +1,156 @@
+"""``/v1/completions``: texts and ids continued, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from dspark.decoding.params import SamplingParams
+from dspark.server.choice import Piece, joined, stop_reason, token_kinds
+from dspark.server.errors import bad_request
+from dspark.server.protocol import CompletionRequest
+from dspark.server.respond import event
+from dspark.server.sampling import grammar_of, sampling_params
+from dspark.server.service import Event, Result, Service, Usage
+
+DEFAULT_TOKENS = 16
+
+
+@dataclass
+class Completions:
+    """One request: its prompts as ids and texts, its parameters, and how to render pieces."""
+
+    service: Service
+    body: CompletionRequest
+    prompts: list[list[int]] = field(default_factory=list)
+    echoes: list[str] = field(default_factory=list)
+    params: list[SamplingParams] = field(default_factory=list)
+    id: str = field(default_factory=lambda: f"cmpl-{uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+    tokens: int = 0
+
+    @classmethod
+    async def of(cls, service: Service, body: CompletionRequest) -> Completions:
+        """Encode and check everything.
+
+        Raises:
+            APIError, DecodingError: what cannot be answered.
+        """
+        made = cls(service, body)
+        given = body.prompt
+        alone = isinstance(given, str) or not given or isinstance(given[0], int)
+        grammar = grammar_of(body.response_format, body.structured_outputs)
+        for prompt in [given] if alone else given:
+            if isinstance(prompt, str):
+                ids, text = await service.encode(prompt), prompt
+            else:
+                ids = [int(i) for i in prompt]  # type: ignore[union-attr, arg-type]
+                service.check_ids(ids)
+                text = service.engine.decode(ids) if body.echo else ""
+            made.prompts.append(ids)
+            made.echoes.append(text if body.echo else "")
+            made.params.append(
+                sampling_params(
+                    body,
+                    max_tokens=DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens,
+                    room=service.room(ids),
+                    logprobs=body.logprobs,
+                    grammar=grammar,
+                )
+            )
+        if not made.prompts:
+            raise bad_request("prompt must not be an empty list.", "prompt")
+        return made
+
+    def events(self) -> AsyncIterator[Event]:
+        """The service's events for it."""
+        return self.service.run(self.prompts, self.params)
+
+    async def stream(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:
+        """Server-sent events of all pieces."""
+        options = self.body.stream_options
+        begun: set[tuple[int, int]] = set()
+        async for item in events:
+            if isinstance(item, Piece):
+                self.tokens += len(item.delta.ids)
+                first = (item.prompt, item.index) not in begun
+                begun.add((item.prompt, item.index))
+                chunk = self._envelope([self._choice(item, first=first)])
+                if options is not None and options.continuous_usage_stats:
+                    chunk["usage"] = self._usage_so_far().as_json()
+                yield event(chunk)
+            elif (options and options.include_usage) or self.body.return_acceptance:
+                yield event(self._envelope([], item))
+
+    async def whole(self, events: AsyncIterator[Event]) -> dict[str, Any]:
+        """The response that is not streamed: its pieces, joined."""
+        pieces: dict[int, list[Piece]] = {}
+        async for item in events:
+            if isinstance(item, Result):
+                every = [joined(pieces[index]) for index in sorted(pieces)]
+                return self._envelope([self._choice(p, first=True) for p in every], item)
+            pieces.setdefault(self._index(item), []).append(item)
+        raise AssertionError("events end with the result")
+
+    def _index(self, piece: Piece) -> int:
+        return piece.prompt * self.params[0].n + piece.index
+
+    def _choice(self, piece: Piece, *, first: bool) -> dict[str, Any]:
+        echo = self.echoes[piece.prompt]
+        ends = self.service.engine.core.end_ids
+        choice: dict[str, Any] = {
+            "index": self._index(piece),
+            "text": (echo if first else "") + piece.text,
+            "logprobs": self._logprobs(piece),
+            "finish_reason": piece.finish_reason,
+            "stop_reason": stop_reason(piece.delta, ends),
+        }
+        if self.body.return_token_ids:
+            choice["token_ids"] = list(piece.delta.ids)
+            if first:
+                choice["prompt_token_ids"] = self.prompts[piece.prompt]
+        if self.body.return_token_kinds:
+            choice["dspark"] = token_kinds(piece, self.service.texts)
+        return choice
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        if self.body.logprobs is None:
+            return None
+        texts = self.service.texts
+        top: list[dict[str, float]] = []
+        for entry in piece.logprobs:
+            named = {texts(token): value for token, value in reversed(entry.top)}
+            named.setdefault(texts(entry.token), entry.logprob)
+            top.append(named)
+        return {
+            "tokens": [texts(entry.token) for entry in piece.logprobs],
+            "token_logprobs": [entry.logprob for entry in piece.logprobs],
+            "top_logprobs": top,
+            "text_offset": list(piece.places),
+        }
+
+    def _usage_so_far(self) -> Usage:
+        return Usage(sum(map(len, self.prompts)), 0, self.tokens)
+
+    def _envelope(
+        self, choices: list[dict[str, Any]], result: Result | None = None
+    ) -> dict[str, Any]:
+        out: dict[str, Any] = {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.body.model or self.service.name,
+            "system_fingerprint": self.service.fingerprint,
+            "choices": choices,
+        }
+        if result is None:
+            if self.body.stream_options is not None and self.body.stream_options.include_usage:
+                out["usage"] = None
+        else:
+            out["usage"] = result.usage.as_json()
+            if self.body.return_acceptance:
+                out["dspark"] = result.dspark()
+        return out

@@ -1,0 +1,211 @@
+"""``dspark serve`` itself: plan, banner, refusals, and a real process that drains on SIGTERM."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+import torch
+from openai import OpenAI
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from conftest import environment
+from dspark import Engine
+from dspark.cli.banner import show_probe
+from dspark.cli.console import Screen
+from dspark.cli.embedded import probe
+from dspark.cli.main import entry
+
+LIMITS = ("--max-model-len", "256", "--max-num-seqs", "4")
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as left:
+        entry(["serve", *arguments])
+    return int(left.value.code or 0)
+
+
+def words(pair: tuple[Path, Path], *more: str) -> list[str]:
+    target, draft = pair
+    return [str(draft), "--target", str(target), *more]
+
+
+class Process:
+    """The command, running; ``told`` is its standard error until it listened."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "dspark", "serve", *arguments]
+        self.child = subprocess.Popen(
+            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+            env={**environment(), "COLUMNS": "200", "DSPARK_API_KEY": "from-the-environment"},
+        )  # fmt: skip
+        assert self.child.stderr is not None
+        self.told, self.base = "", ""
+        for line in self.child.stderr:
+            self.told += line
+            if found := re.search(r"listening\s+(http://[0-9.:]+)", line):
+                self.base = found[1]
+                break
+        assert self.base, self.told
+        # The rest goes into the void, so that it never blocks.
+        threading.Thread(target=self.child.stderr.read, daemon=True).start()
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            try:
+                httpx2.get(f"{self.base}/health")
+                return
+            except httpx2.TransportError:
+                time.sleep(0.05)
+        raise AssertionError("it listens and does not answer")
+
+    @property
+    def client(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.base}/v1", api_key="from-the-environment", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def process(made_pair: tuple[Path, Path]) -> Iterator[Process]:
+    config = json.dumps({"num_speculative_tokens": 4, "rejection_sample_method": "standard",
+                         "attention_backend": "FLASHINFER_MLA", "method": "dspark"})  # fmt: skip
+    started = Process(*words(made_pair, "--port", "0", "--served-model-name", "made",
+                             "--speculative-config", config, *LIMITS))  # fmt: skip
+    yield started
+    if started.child.poll() is None:
+        started.child.kill()
+
+
+def test_the_banner_says_what_was_detected_and_what_is_not_used(process: Process) -> None:
+    for expected in (
+        "4 layers, float32 on cpu", "k3, 1 layers, block 7", "[0, 1], residual after each",
+        "standard verification, probabilistic drafts of 4 tokens", "continuous batching, 4 answers",
+        "calibration", "cost table", "context 256", "needed", "prefix cache on",
+        "attention_backend: this engine has one attention", "trained with 7", "acceptance length",
+        "nothing to compare with",
+    ):  # fmt: skip
+        assert expected in process.told, f"{expected!r} is not in:\n{process.told}"
+
+
+def test_options_reach_the_engine(process: Process) -> None:
+    (model,) = process.client.models.list()
+    assert (model.id, model.max_model_len) == ("made", 256)
+    done = process.client.chat.completions.create(
+        model="made", messages=[{"role": "user", "content": "x"}], max_tokens=60,
+        extra_body={"return_acceptance": True},
+    )  # fmt: skip
+    slots = done.dspark["acceptance"]["admitted_per_position"]
+    assert slots[3] > 0
+    assert slots[4:] == [0, 0, 0]
+    assert httpx2.get(f"{process.base}/v1/models").status_code == 401
+
+
+def test_sigterm_lets_what_was_begun_end_and_nothing_new_begin(process: Process) -> None:
+    """Last of its process."""
+    asked = {"model": "made", "messages": [{"role": "user", "content": "long"}], "temperature": 0,
+             "max_tokens": 200, "extra_body": {"ignore_eos": True, "speculate": False}}  # fmt: skip
+    whole = process.client.chat.completions.create(**asked).choices[0]
+    stream = iter(process.client.chat.completions.create(stream=True, **asked))
+    text = next(stream).choices[0].delta.content or ""
+    process.child.send_signal(signal.SIGTERM)
+    refused = False
+    for chunk in stream:
+        text += chunk.choices[0].delta.content or ""
+        last = chunk.choices[0].finish_reason
+        if not refused:
+            try:
+                httpx2.get(f"{process.base}/health", timeout=5)
+            except httpx2.TransportError:
+                refused = True
+    assert (text, last) == (whole.message.content, "length")
+    assert refused, "the port was closed while the answer was still being made"
+    assert process.child.wait(20) == 0
+
+
+def test_the_plan_prints_memory_and_capacity_and_loads_nothing(
+    made_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*words(made_pair, "--plan", "--json", "--cache-gib", "0.001", *LIMITS)) == 0
+    plan = json.loads(capsys.readouterr().out)
+    # 4 layers of 2 heads of keys and values of 16, and one draft layer of 24, in float32.
+    assert plan["per_token"] == (4 * 2 * 2 * 16 + 24) * 4
+    assert plan["pages"] == int(0.001 * 2**30) // (16 * plan["per_token"])
+    assert plan["tokens"] == plan["pages"] * 16
+    assert plan["whole"] == plan["tokens"] // 256
+    assert plan["memory"] > plan["target"] + plan["draft"] + plan["cache"]
+    assert run(*words(made_pair, "--plan", *LIMITS)) == 0
+    out = capsys.readouterr().out
+    assert "nothing was run" in out
+    assert "context" in out
+    assert run(*words(made_pair, "--plan", "--max-model-len", "9999")) == 2
+    assert "max_context" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("{", "JSON object"),
+        ('{"nonsense": 1}', "nonsense"),
+        ('{"method": "eagle"}', "method"),
+        ('{"num_speculative_tokens": 9}', "7, the block"),
+        ('{"rejection_sample_method": "synthetic"}', "standard or block"),
+        ('{"enable_adaptive_verification": true}', "every drafted token is verified"),
+        ('{"draft_sample_method": "other"}', "greedy, probabilistic"),
+    ],
+)
+def test_a_speculative_config_that_cannot_be_followed_is_refused(
+    made_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], config: str, says: str
+) -> None:
+    assert run(*words(made_pair, "--plan", "--speculative-config", config)) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_taken_port_and_misplaced_arguments_are_told_before_loading(
+    made_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as link:
+        link.bind(("127.0.0.1", 0))
+        link.listen()
+        port = str(link.getsockname()[1])
+        assert run(*words(made_pair, "--port", port)) == 2
+    assert "name another port" in " ".join(capsys.readouterr().err.split())
+    assert run(*words(made_pair, "--", "--tensor-parallel-size", "8")) == 2
+    assert "vllm or atom" in capsys.readouterr().err
+
+
+def test_a_draft_that_drafts_rubbish_is_shown_in_a_box(
+    made_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    target, folder = made_pair
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    weights = load_file(broken / "model.safetensors")
+    name = "markov_head.markov_w2.weight"
+    weights[name] = torch.randn_like(weights[name])
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    boxes = []
+    for draft in (folder, broken):
+        raw = json.loads((draft / "config.json").read_text())
+        check = probe(
+            Engine(str(target), draft, device="cpu"), draft, raw, Screen(Console(quiet=True))
+        )
+        seen = io.StringIO()
+        show_probe(check, Console(file=seen, width=120))
+        boxes.append((check.status, seen.getvalue()))
+    assert boxes[0][0] == "warn", "it drafts, with nothing to compare with"
+    status, text = boxes[1]
+    assert status == "fail"
+    assert "the draft does not draft as it should" in text
+    assert "nothing is accepted" in text
+    assert "─" in text

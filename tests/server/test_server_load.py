@@ -1,0 +1,121 @@
+"""Load on loopback: the server keeps the engine's pace, and its memory stays flat."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import environment
+from dspark import Engine, SamplingParams
+from dspark.config.engine import EngineOptions
+from server.made_pair import make
+from server.serving import MODEL, Served, make_engine, serving
+
+CLIENT = Path(__file__).with_name("load_client.py")
+BATCH, PROMPTS, TOKENS = 8, 32, 96
+
+
+def load(served: Served, requests: list[dict[str, Any]], clients: int) -> dict[str, Any]:
+    """What the clients measured."""
+    asked = {"base": served.base, "clients": clients, "requests": requests}
+    done = subprocess.run(
+        [sys.executable, str(CLIENT)], input=json.dumps(asked), text=True, capture_output=True,
+        timeout=1800, env=environment(), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_throughput_is_within_five_percent_of_the_offline_engine(tmp_path: Path) -> None:
+    """Needs a quiet machine with two cores: one for the engine, one for clients and sockets."""
+    target, draft = make(tmp_path, hidden=384, layers=8)
+    options = EngineOptions(max_requests=BATCH, prefix_cache=False)
+    engine = Engine(str(target), draft, options=options, device="cpu")
+    chats = [[{"role": "user", "content": f"number {i}"}] for i in range(PROMPTS)]
+    params = SamplingParams(max_new_tokens=TOKENS, ignore_eos=True)
+    bodies = [
+        {"model": MODEL, "messages": chat, "max_tokens": TOKENS, "ignore_eos": True,
+         "temperature": 0, "return_token_ids": True}
+        for chat in chats
+    ]  # fmt: skip
+
+    def offline() -> float:
+        start = time.perf_counter()
+        outputs = engine.generate(chats, params)
+        seconds = time.perf_counter() - start
+        assert all(len(o.completions[0].ids) == TOKENS for o in outputs)
+        return PROMPTS * TOKENS / seconds
+
+    speeds: dict[str, list[float]] = {"offline": [], "whole": [], "streamed": []}
+    firsts: list[float] = []
+    each: list[float] = []
+    with serving(engine) as served:
+        offline()
+        for _ in range(3):
+            speeds["offline"].append(offline())
+            for kind in ("whole", "streamed"):
+                asked = [{**body, "stream": kind == "streamed"} for body in bodies]
+                found = load(served, asked, clients=2 * BATCH)
+                served.idle()
+                assert found["tokens"] == PROMPTS * TOKENS
+                speeds[kind].append(found["tokens"] / found["seconds"])
+                firsts += found["first"]
+                each += found["each"]
+    medians = {kind: statistics.median(values) for kind, values in speeds.items()}
+    print(f"tokens per second: {medians}")
+    for name, values in (("TTFT", firsts), ("TPOT", each)):
+        spread = [
+            f"p{int(100 * s)} {1000 * percentile(values, s):.1f} ms" for s in (0.5, 0.9, 0.99)
+        ]
+        print(f"{name}: {', '.join(spread)}")
+    assert medians["whole"] >= 0.95 * medians["offline"], medians
+    assert medians["streamed"] >= 0.95 * medians["offline"], medians
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_memory_is_flat_over_five_thousand_requests(made_pair: tuple[Path, Path]) -> None:
+    rng = random.Random(0)
+
+    def request(number: int) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": MODEL, "messages": [{"role": "user", "content": f"number {number}"}],
+            "max_tokens": rng.choice((1, 4, 12)), "seed": number, "temperature": number % 2,
+            "stream": bool(number % 3), "return_token_ids": True, "n": rng.choice((1, 1, 2)),
+        }  # fmt: skip
+        if number % 5 == 0:
+            schema = {"type": "integer", "minimum": number}
+            body["response_format"] = {
+                "type": "json_schema", "json_schema": {"name": "x", "schema": schema}
+            }  # fmt: skip
+        if number % 7 == 0:
+            body |= {"logprobs": True, "top_logprobs": 3, "stop": ["e"]}
+        return body
+
+    memory = []
+    with serving(make_engine(made_pair)) as served:
+        for start in range(0, 5000, 500):
+            load(served, [request(i) for i in range(start, start + 500)], clients=16)
+            served.idle()
+            memory.append(resident())
+    print(f"MiB after each 500: {[m // 2**20 for m in memory]}")
+    assert memory[-1] - memory[1] < 24 * 2**20, memory
