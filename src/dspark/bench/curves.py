@@ -53,6 +53,8 @@ class Evaluation(Frozen):
     tau_all: AcceptanceLength
     tau_full: AcceptanceLength
     by_category: dict[Category, AcceptanceLength] = Field(default_factory=dict)
+    by_context: dict[str, AcceptanceLength] = Field(default_factory=dict)
+    decoded: float | None = None
     confidence_bias: float
     confidence_abs_error: NonNegativeFloat
     grad_share: GradShare | None = None

@@ -28,12 +28,13 @@ from dspark.artifacts import (
     read_manifest,
     verify,
 )
-from dspark.cli.context import RunContext, StageResult
+from dspark.cli.context import LEFT_OUT, RunContext, StageResult
 from dspark.cli.report import write_report_files
 from dspark.cli.stages import RUNNERS, checked_draft_config
+from dspark.cli.training import run_draft
 from dspark.data.identity import section_identity
 from dspark.decoding.verify import check_modes
-from dspark.errors import MissingArtifactError
+from dspark.errors import ConfigError, MissingArtifactError
 
 ORDER: tuple[Kind, ...] = ("prompts", "answers", "states", "draft", "bench")
 PARENTS: dict[Kind, tuple[Kind, ...]] = {
@@ -63,6 +64,16 @@ def config_of(run: RunContext, kind: Kind) -> dict[str, Any]:
     if kind == "draft":
         # What it starts from counts, where that lies does not.
         plain["train"]["init_from"] = run.start_hash
+        # Where states come by and what is logged decide nothing; how they are coded does.
+        plain["train"]["stream"] = {
+            k: plain["train"]["stream"][k] for k in ("taps", "held_rows", "warm_rows")
+        }
+        for key in ("log", "compile", "checkpoint_activations"):
+            del plain["train"][key]
+        if recipe.train.mode == "online":
+            plain["regenerate"] = recipe.regenerate.model_dump(mode="json")
+        if recipe.train.mode != "offline":
+            plain["capture"] = recipe.capture.model_dump(mode="json")
     if kind == "prompts":
         plain["prompts"] = section_identity(recipe.prompts, run.task_items)
     if kind == "answers":
@@ -82,15 +93,26 @@ def run_stages(run: RunContext, last: Kind | None, *, only: bool) -> None:
         MissingArtifactError: ``only``, and an earlier stage is unfinished (names the verb).
     """
     # Modes that could not be exact are refused before hours of work, not after.
-    bench = run.recipe.bench
+    recipe = run.recipe
+    bench = recipe.bench
     for temperature in bench.temperatures:
         check_modes(bench.verification, bench.draft_sample_method, temperature)
+    if run.ranks > 1 and not (only and last == "draft"):
+        raise ConfigError(
+            expected="one process for every stage but train",
+            found=f"{run.ranks} ranks of torchrun",
+            where="dspark run" if last is None else f"dspark {VERBS.get(last, last)}",
+            fix="Make the other stages with one process, then `torchrun ... -m dspark train`.",
+        )
     wanted = ORDER if last is None else ORDER[: ORDER.index(last) + 1]
+    left_out = LEFT_OUT[recipe.train.mode]
     for kind in wanted:
+        if kind in left_out and kind != last:
+            continue
         if only and kind != last:
             _require(run, kind)
             continue
-        _run_stage(run, kind, RUNNERS[kind])
+        _run_stage(run, kind, run_draft if kind == "draft" else RUNNERS[kind])
         if only:
             _show_result(run, kind)
     if last is None:
@@ -127,7 +149,8 @@ def _require(run: RunContext, kind: Kind) -> None:
 
 
 def _parents(run: RunContext, kind: Kind) -> list[Parent]:
-    return [parent_of(run.folder(p), p, run.folder(kind)) for p in PARENTS[kind]]
+    parents = (run.data_kind,) if kind == "draft" else PARENTS[kind]
+    return [parent_of(run.folder(p), p, run.folder(kind)) for p in parents]
 
 
 def _run_stage(
@@ -137,6 +160,10 @@ def _run_stage(
     manifest = new_manifest(kind, config_of(run, kind), _parents(run, kind))
     if is_current(folder, manifest.fingerprint):
         run.screen.stage(kind, f"finished before: {folder}")
+        return
+    if not run.leads:
+        # The first rank keeps the folder; the others help it.
+        runner(run, folder)
         return
     watch = Stopwatch(run.origin, lambda: run.load_seconds)
     if kind in CHECKED_FIRST:
