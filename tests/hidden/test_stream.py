@@ -21,14 +21,9 @@ from dspark.hidden.codec import decode, encode, record_bytes
 from dspark.hidden.reader import StreamReader, StreamSettings
 from dspark.hidden.record import HiddenRecord
 from dspark.hidden.transport import FileTransport, Kind, open_transport
+from endpoints import free_endpoint
 
 KINDS: tuple[Kind, ...] = ("tcp", "shm", "disk")
-
-
-def free_endpoint() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{s.getsockname()[1]}"
 
 
 def reader(folder: Path, count: int = 12, **changes: Any) -> StreamReader:

@@ -158,5 +158,11 @@ def _written(
     steps = trained.history["steps"][-1]["step"]
     line = f"{steps} steps, teacher-forced acceptance length {last['tau_all']:.2f}: {folder}"
     counts = {"steps": steps, "trainable_parameters": trained.parameters}
-    working = (RESUME_FILE, RESUME_FOLDER, "bodies", "teacher.json")
-    return StageResult(counts, {"tau": last["tau_all"]}, line, working)
+    return StageResult(counts, {"tau": last["tau_all"]}, line, working_files(folder))
+
+
+def working_files(folder: Path) -> tuple[str, ...]:
+    """What only served to resume and to talk to teachers."""
+    patterns = (RESUME_FILE, f"{RESUME_FOLDER}/**/*", "bodies/*", "teacher*.json", "teacher-*.log")
+    found = (path for pattern in patterns for path in folder.glob(pattern))
+    return tuple(sorted(path.relative_to(folder).as_posix() for path in found if path.is_file()))
