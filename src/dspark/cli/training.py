@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,22 @@ from dspark.checkpoint.sizes import WIDTH
 from dspark.checkpoint.tensors import digest_of
 from dspark.cli.context import RunContext, StageResult
 from dspark.cli.provenance import draft_provenance
-from dspark.cli.stages import STATES, checked_draft_config
+from dspark.cli.stages import STATES, checked_draft_config, end_ids
 from dspark.cli.teachers import Teachers, teaching_of
 from dspark.config.architecture import DraftConfig
 from dspark.data.chat import prompt_ids
 from dspark.data.regenerate import ANSWERS, answer_seed
 from dspark.data.shards import read_prompts
+from dspark.decoding.acceptance import AcceptanceCounter
+from dspark.decoding.params import SamplingParams
+from dspark.engine.decode import Decoder
+from dspark.engine.drafter import Drafter
 from dspark.hidden.answers import read_answers
 from dspark.hidden.disk import DiskStore
 from dspark.hidden.mail import rank_endpoint
 from dspark.hidden.rows import Row
+from dspark.model.draft import DSparkDraft
+from dspark.training.checkpoint import BEST
 from dspark.training.checkpoint import FILE as RESUME_FILE
 from dspark.training.checkpoint import FOLDER as RESUME_FOLDER
 from dspark.training.parallel import Solo, launched
@@ -112,6 +118,7 @@ def run_draft(run: RunContext, folder: Path) -> StageResult:
         "vocabulary_size": run.recipe.draft.vocabulary_size,
         "start": start,
         "group": group,
+        "decode": real_decoding(run, config),
         "on_note": lambda text: run.screen.console.print(f"{'':>12}{text}", highlight=False),
     }
     with run.screen.bar("training steps", None) as bar:
@@ -157,12 +164,52 @@ def _written(
     last = trained.history["evals"][-1]
     steps = trained.history["steps"][-1]["step"]
     line = f"{steps} steps, teacher-forced acceptance length {last['tau_all']:.2f}: {folder}"
+    notes = {"tau": last["tau_all"]}
+    if "decoded" in trained.history:
+        best = max(trained.history["decoded"], key=lambda r: float(r["acceptance_length"]))
+        notes |= {"decoded": best["acceptance_length"], "best_step": best["step"]}
+        notes["expected_minus_decoded"] = last["tau_all"] - best["acceptance_length"]
+        line = (
+            f"{steps} steps, decoded acceptance length {best['acceptance_length']:.2f} (expected "
+        )
+        line += f"{last['tau_all']:.2f}), of step {best['step']}: {folder}"
     counts = {"steps": steps, "trainable_parameters": trained.parameters}
-    return StageResult(counts, {"tau": last["tau_all"]}, line, working_files(folder))
+    return StageResult(counts, notes, line, working_files(folder))
 
 
 def working_files(folder: Path) -> tuple[str, ...]:
     """What only served to resume and to talk to teachers."""
-    patterns = (RESUME_FILE, f"{RESUME_FOLDER}/**/*", "bodies/*", "teacher*.json", "teacher-*.log")
+    patterns = (
+        RESUME_FILE,
+        BEST,
+        f"{RESUME_FOLDER}/**/*",
+        "bodies/*",
+        "teacher*.json",
+        "teacher-*.log",
+    )
     found = (path for pattern in patterns for path in folder.glob(pattern))
     return tuple(sorted(path.relative_to(folder).as_posix() for path in found if path.is_file()))
+
+
+def real_decoding(run: RunContext, config: DraftConfig) -> Callable[[DSparkDraft], float] | None:
+    """Greedy decoding of the first held-out prompt of every category, as the bench does it."""
+    if not run.recipe.train.decode_every:
+        return None
+    prompts = read_prompts(run.folder("prompts"), "held_out")
+    first = list({q.category: q for q in reversed(prompts)}.values())
+    target, section = run.target, run.recipe.bench
+    model = target.build(config.target_layer_ids)
+    ids = [prompt_ids(target.tokenizer, q.messages, q.tools) for q in first]
+    params = SamplingParams(temperature=0.0, max_new_tokens=section.max_new_tokens)
+
+    def decode(draft: DSparkDraft) -> float:
+        drafter = Drafter(draft.to(target.dtype), model.head_weight())
+        decoder = Decoder(model, drafter, end_ids(target))
+        total = AcceptanceCounter(config.block_size)
+        for one in ids:
+            counter = decoder.generate(one, params).counter
+            if counter is not None:
+                total.merge(counter)
+        return total.acceptance_length if total.steps else 1.0
+
+    return decode

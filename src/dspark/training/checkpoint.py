@@ -29,6 +29,7 @@ from dspark.training.optim import Average, Optimizers
 from dspark.training.parallel import Solo
 
 FILE = "resume.pt"
+BEST = "best.pt"
 FOLDER = "resume"
 LATEST = "latest.json"
 _UNUSABLE = (OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError, EOFError,
@@ -47,6 +48,34 @@ class TrainingState:
     seconds: float
     progress: float
     history: dict[str, list[dict[str, Any]]]
+
+
+def trained_weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p for n, p in module.named_parameters() if p.requires_grad}
+
+
+def save_best(folder: Path, weights: dict[str, torch.Tensor], step: int) -> None:
+    """Whole trainable weights as of ``step``, beside the state that resumes."""
+    buffer = io.BytesIO()
+    torch.save({"weights": weights, "step": step}, buffer)
+    atomic_write(folder / BEST, buffer.getvalue())
+
+
+@torch.no_grad()
+def load_best(folder: Path, module: nn.Module, step: int) -> None:
+    """Give ``module`` the weights of :func:`save_best`.
+
+    Raises:
+        DamagedArtifactError: the file is not of ``step``, or of another model.
+    """
+    try:
+        raw = torch.load(folder / BEST, weights_only=True)
+        if raw["step"] != step:
+            raise ValueError(f"weights of step {raw['step']} instead of {step}")
+        for name, parameter in trained_weights(module).items():
+            parameter.copy_(raw["weights"][name])
+    except _UNUSABLE as error:
+        raise _unusable(folder / BEST, error) from error
 
 
 def save_state(

@@ -147,7 +147,7 @@ def train_draft(
         support,
         plan=plan,
         group=group,
-        decode=decode,
+        decode=None if decode is None else folded(decode, support),
     )
     history = trainer.run(on_step)
     draft = trainer.finished()
@@ -156,6 +156,17 @@ def train_draft(
     trainable = sum(p.numel() for p in draft.parameters() if p.requires_grad)
     size = config.vocab_size if support is None else len(support)
     return TrainedDraft(draft.eval(), history, agreement, size, trainable)
+
+
+def folded(decode: Decode, support: Tensor | None) -> Decode:
+    """``decode`` of drafts as they are written: with their vocabulary in the spare rank."""
+
+    def run(draft: DSparkDraft) -> float:
+        if support is not None:
+            fold_support(draft, support)
+        return decode(draft)
+
+    return run
 
 
 def _start(

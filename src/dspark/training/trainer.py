@@ -31,10 +31,13 @@ from dspark.training.batches import (
 )
 from dspark.training.checkpoint import (
     TrainingState,
+    load_best,
     load_shards,
     load_state,
+    save_best,
     save_shards,
     save_state,
+    trained_weights,
 )
 from dspark.training.evaluate import Held, evaluate_held
 from dspark.training.interrupt import Interrupts
@@ -47,8 +50,13 @@ from dspark.training.stepmodule import StepModule
 from dspark.training.watch import LEDGER, MetricLog, StepLines, Watchdog
 
 OnStep = Callable[[int, int, dict[str, Any]], None]
-Decode = Callable[[DSparkDraft], dict[str, float]]
-"""Real decoding of a few held-out prompts: at least ``acceptance_length``."""
+Decode = Callable[[DSparkDraft], float]
+"""Real decoding of a few held-out prompts with a draft, which it may spoil: acceptance length."""
+
+
+def due(step: int, every: int) -> bool:
+    """Whether something done ``every`` so many steps (0: never) comes behind ``step``."""
+    return every > 0 and step % every == 0
 
 
 class Trainer:
@@ -162,6 +170,8 @@ class Trainer:
             state.history["evals"].append(
                 {"step": state.step, "seconds": state.seconds, **evaluation}
             )
+        if self.decode is not None and (last or due(state.step, section.decode_every)):
+            self._decode(self.decode, state)
         self.log.write({**state.history["steps"][-1], **self.plan.status()})
         if last or state.step % section.checkpoint_every == 0:
             with interrupts.hold():
@@ -232,15 +242,41 @@ class Trainer:
         row = {**sums, "loss": loss, "learning_rate": rate, "grad_norm": norm}
         return row | {"tokens": int(tokens)}, lambda: self._update(window)
 
-    def finished(self) -> DSparkDraft:
-        """The trained draft, whole, on every rank: the average's weights if there is one."""
+    def _decode(self, decode: Decode, state: TrainingState) -> None:
+        """Decode for real; keep the weights if they are the best so far."""
+        draft = self._whole()
+        kept = {n: p.detach().cpu().clone() for n, p in trained_weights(draft).items()}
+        found = decode(draft) if self.group.rank == 0 else 0.0
+        found = self.group.sums([found])[0]
+        rows = state.history.setdefault("decoded", [])
+        best = max((row["acceptance_length"] for row in rows), default=0.0)
+        rows.append({"step": state.step, "acceptance_length": found})
+        if rows[-1]["acceptance_length"] > best and self.group.rank == 0:
+            save_best(self.folder, kept, state.step)
+
+    def _whole(self) -> DSparkDraft:
+        """A copy of the draft with whole weights, on every rank: the average's if there is one."""
         if self.average is not None:
             self.average.swap()
-        if not self.group.sharded:
-            return self.draft
-        draft = DSparkDraft(self.draft.config).to(self.device)
+        draft = DSparkDraft(self.draft.config)
         draft.load_state_dict(whole_weights(self.draft))
-        return draft
+        if self.average is not None:
+            self.average.swap()
+        return draft.to(self.device)
+
+    def finished(self) -> DSparkDraft:
+        """The trained draft, whole, on every rank: what decoded best, else the average, else the
+        last weights."""
+        if self.decode is not None:
+            self.group.wait()  # for rank 0's file
+            rows = self.state.history["decoded"]
+            best = max(rows, key=lambda row: float(row["acceptance_length"]))
+            draft = self._whole()
+            load_best(self.folder, draft, best["step"])
+            return draft
+        if self.average is None and not self.group.sharded:
+            return self.draft
+        return self._whole()
 
     def _clip(self) -> float:
         norm = torch.nn.utils.clip_grad_norm_(
