@@ -235,6 +235,19 @@ def teach(
     run_teacher(run, connect, ranks, name)
 
 
+@verbs.command("import-config")
+def import_config(
+    path: Annotated[Path, typer.Argument(metavar="YAML", help="A TorchSpec training file.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The recipe to write; printed if left out.")
+    ] = None,
+) -> None:
+    """Turn a TorchSpec YAML into a recipe and list what has no counterpart."""
+    from dspark.cli.import_config import import_config as convert
+
+    convert(path, out)
+
+
 @verbs.command()
 def serve(
     checkpoint: Annotated[Path, typer.Argument(metavar="DRAFT", help="A draft folder.")],

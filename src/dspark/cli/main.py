@@ -63,6 +63,10 @@ def _stages(
         from dspark.cli.plan import print_plan
 
         print_plan(context, only)
+        if only == "draft":
+            from dspark.cli.train_plan import print_train_plan
+
+            print_train_plan(context)
         return
     if only is None:
         from dspark.bench.svg import require_plotting

@@ -109,6 +109,16 @@ def block_states(draft: DSparkDraft, blocks: Blocks, *, save_memory: bool = Fals
     return flat.view(*blocks.labels.shape, flat.shape[-1])
 
 
+def _by_source(blocks: Blocks) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
+    """Indices (record, anchor, slot) of rows that count, those of one target position together;
+    that position's number; and what brings such rows back into the mask's own order."""
+    where = blocks.slot_mask.nonzero(as_tuple=True)
+    position = where[0] * blocks.ids.shape[1] + blocks.source[where]
+    order = torch.argsort(position, stable=True)
+    batch, anchor, slot = (index[order] for index in where)
+    return (batch, anchor, slot), position[order], torch.argsort(order)
+
+
 def training_step(
     draft: DSparkDraft,
     blocks: Blocks,
@@ -125,29 +135,31 @@ def training_step(
     h = block_states(draft, blocks, save_memory=save_memory)
     m, e = draft.markov_head.block(blocks.previous, h)
     mask = blocks.slot_mask
-    h_rows, e_rows = h[mask], e[mask]
+    where, position, back = _by_source(blocks)
+    h_rows, e_rows = h[where], e[where]
     if detach_confidence:
         confidence = draft.confidence_head(h_rows.detach(), e_rows.detach())
     else:
         confidence = draft.confidence_head(h_rows, e_rows)
-    batch_rows = torch.arange(len(mask), device=mask.device).view(-1, 1, 1).expand_as(mask)[mask]
-    source = blocks.source[mask]
-    labels = blocks.labels[mask]
+    batch_rows, _, slots = where
+    source = blocks.source[where]
+    labels = blocks.labels[where]
     w2 = draft.markov_head.markov_w2.weight
     if vocabulary.support is not None and vocabulary.index is not None:
         w2, labels = w2[vocabulary.support], vocabulary.index[labels]
     dtype = vocabulary.head.dtype
-    weights = slot_weights(mask.shape[-1], decay).to(mask.device).expand(mask.shape)[mask]
+    weights = slot_weights(mask.shape[-1], decay).to(mask.device)[slots]
     with torch.autocast(mask.device.type, enabled=False):
         terms, stats = draft_loss(
             LossInputs(
                 h=h_rows.to(dtype),
-                m=m[mask].to(dtype),
+                m=m[where].to(dtype),
                 t=blocks.final[batch_rows, source].to(dtype),
                 log_z=None if vocabulary.support is None else blocks.log_z[batch_rows, source],
                 labels=labels,
                 weight=weights,
                 confidence=confidence,
+                source=position,
             ),
             vocabulary.head,
             w2.to(dtype),
@@ -160,5 +172,5 @@ def training_step(
         choice = blocks.greedy[batch_rows, source]
         reachable = (choice >= 0) & (vocabulary.index[choice.clamp_min(0)] >= 0)
         stats = replace(stats, agree=stats.agree * reachable)
-    slots = torch.arange(mask.shape[-1], device=mask.device).expand(mask.shape)[mask]
-    return StepOutput(terms, stats, confidence.detach().float(), slots)
+    stats = RowStats(*(value[back] for value in vars(stats).values()))
+    return StepOutput(terms, stats, confidence.detach().float()[back], slots[back])
