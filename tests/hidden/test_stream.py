@@ -82,6 +82,7 @@ def test_every_row_arrives_once_whole_and_in_the_plan_s_order(
     assert folder_files(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_killed_teacher_s_groups_go_to_another_and_none_is_lost_or_doubled(
     tmp_path: Path, closing: list[StreamReader]
 ) -> None:
@@ -100,6 +101,7 @@ def test_a_killed_teacher_s_groups_go_to_another_and_none_is_lost_or_doubled(
         assert stream.health()["asked_again"] >= 1
 
 
+@pytest.mark.slow
 def test_a_teacher_outlives_its_trainer_and_serves_the_next_one(
     tmp_path: Path, closing: list[StreamReader]
 ) -> None:
@@ -171,6 +173,7 @@ def test_a_teacher_of_other_layers_is_refused_before_it_computes(
     assert stream.health()["records"] == 0
 
 
+@pytest.mark.slow
 def test_a_second_writer_of_one_name_is_refused(
     tmp_path: Path, closing: list[StreamReader]
 ) -> None:

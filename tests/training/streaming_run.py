@@ -6,12 +6,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -170,6 +173,19 @@ def run_teacher(endpoints: str, name: str) -> None:
         link.close()
 
 
+def descendants(pid: int) -> list[int]:
+    """Processes below ``pid``, as /proc tells."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found = list(children.get(pid, []))
+    for child in found:
+        found += children.get(child, [])
+    return found
+
+
 class Process:
     """One of these programs; killed when a test ends. ``ranks`` run it under torchrun."""
 
@@ -197,8 +213,11 @@ class Process:
         self.kill()
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        if self.popen.poll() is None:
-            os.killpg(self.popen.pid, number)
+        """End it; torchrun puts its workers into sessions of their own."""
+        every = [self.popen.pid, *descendants(self.popen.pid)]
+        for pid in every if self.popen.poll() is None else every[1:]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
         self.popen.communicate()
 
     def reaches(self, step: int) -> None:
@@ -216,7 +235,34 @@ class Process:
         return found
 
 
+def forward(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while piece := source.recv(65536):
+            sink.sendall(piece)
+    for end in (source, sink):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+def run_wire(listen: str, to: str) -> None:
+    """The network between teacher and trainer, as a process that can be killed."""
+    ports = [int(e.rpartition(":")[2]) for e in (listen, to)]
+    with socket.create_server(("127.0.0.1", ports[0])) as server:
+        while True:
+            near, _ = server.accept()
+            try:
+                far = socket.create_connection(("127.0.0.1", ports[1]))
+            except OSError:
+                near.close()
+                continue
+            for ends in ((near, far), (far, near)):
+                threading.Thread(target=forward, args=ends, daemon=True).start()
+
+
 def main(kind: str, *arguments: str) -> None:
+    if kind == "wire":
+        run_wire(*arguments)
+        return
     if kind == "teach":
         run_teacher(*arguments)
         return

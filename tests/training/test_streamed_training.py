@@ -6,7 +6,9 @@ Trainers and teachers are processes on a loopback wire; the target is the tiny o
 from __future__ import annotations
 
 import json
+import random
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -81,7 +83,45 @@ def test_whatever_is_killed_the_run_is_the_same_bit_for_bit(tmp_path: Path) -> N
     assert_every_row_thrice((folder, 0))
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
+@pytest.mark.slow
+def test_fifty_random_kills_of_trainer_teachers_and_wire_change_nothing(tmp_path: Path) -> None:
+    """Whoever is killed is started again after a random time; the trainer says when it is over."""
+    endpoint = free_endpoint()
+    epochs = "epochs=40.0"
+    with Process("teach", endpoint, "one"):
+        straight = streaming_run.train(place(tmp_path / "s"), endpoint, "replay", epochs=40.0)
+    folder, inner, outer = place(tmp_path / "killed"), free_endpoint(), free_endpoint()
+    programs = {
+        "trainer": ("train", str(folder), inner, "replay", epochs),
+        "near": ("teach", inner, "near"),
+        "far": ("teach", outer, "far"),
+        "wire": ("wire", outer, inner),
+    }
+    rng, kills = random.Random(0), Counter[str]()
+    alive = {name: Process(*arguments) for name, arguments in programs.items()}
+    try:
+        while sum(kills.values()) < 50 and alive["trainer"].popen.poll() is None:
+            time.sleep(rng.uniform(0.2, 5.0))
+            name = rng.choice(["trainer", "near", "far", "wire"])
+            if name == "trainer" and alive[name].popen.poll() is not None:
+                break
+            alive[name].kill()
+            kills[name] += 1
+            alive[name] = Process(*programs[name])
+        resumed = alive["trainer"].result(folder)
+    finally:
+        for process in alive.values():
+            process.kill()
+    assert sum(kills.values()) >= 40, kills
+    assert resumed == straight
+    counts = Counter(name for step in ledger(folder) for name in step)
+    assert set(counts.values()) == {40}
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 1, marks=pytest.mark.slow)],
+)
 def test_a_signal_saves_the_step_that_is_done(
     tmp_path: Path, number: signal.Signals, status: int
 ) -> None:

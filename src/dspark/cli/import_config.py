@@ -6,7 +6,6 @@ from pathlib import Path
 
 import yaml
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from dspark.artifacts import atomic_write
@@ -34,15 +33,14 @@ def import_config(path: Path, out: Path | None) -> None:
     else:
         atomic_write(out, text)
     console = Console(stderr=True)
-    table = Table(
-        title=Text(f"no counterpart in a recipe ({len(found.left)})"), title_justify="left"
-    )
-    for column in ("key", "value", "why"):
-        table.add_column(column)
+
+    def say(text: str, style: str = "") -> None:
+        console.print(Text(text, style=style), highlight=False, soft_wrap=True)
+
+    say(f"{len(found.left)} keys have no counterpart:")
     for key, value, reason in found.left:
-        table.add_row(Text(key), Text(str(value)), Text(reason))
-    console.print(table)
+        say(f"  {key} = {value}: {reason}")
     for note in found.notes:
-        console.print(Text(f"note: {note}"), highlight=False)
+        say(f"note: {note}")
     for key in found.missing:
-        console.print(Text(f"to be filled in: {key}", style="bold"), highlight=False)
+        say(f"to be filled in: {key}", "bold")

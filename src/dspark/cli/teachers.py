@@ -14,9 +14,9 @@ import torch
 from dspark.artifacts import atomic_json
 from dspark.capture.teacher import EmbeddedMaker, teach
 from dspark.cli.context import RunContext
-from dspark.cli.stages import end_ids
 from dspark.config.architecture import DraftConfig
 from dspark.config.resolve import draft_config
+from dspark.data.chat import end_ids
 from dspark.engine.generate import BatchGenerator
 from dspark.errors import ConfigError
 from dspark.hidden.mail import rank_endpoint

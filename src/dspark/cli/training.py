@@ -15,10 +15,10 @@ from dspark.checkpoint.sizes import WIDTH
 from dspark.checkpoint.tensors import digest_of
 from dspark.cli.context import RunContext, StageResult
 from dspark.cli.provenance import draft_provenance
-from dspark.cli.stages import STATES, checked_draft_config, end_ids
+from dspark.cli.stages import STATES, checked_draft_config
 from dspark.cli.teachers import Teachers, teaching_of
 from dspark.config.architecture import DraftConfig
-from dspark.data.chat import prompt_ids
+from dspark.data.chat import end_ids, prompt_ids
 from dspark.data.regenerate import ANSWERS, answer_seed
 from dspark.data.shards import read_prompts
 from dspark.decoding.acceptance import AcceptanceCounter

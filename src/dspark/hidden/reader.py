@@ -58,6 +58,7 @@ class StreamSettings:
 @dataclass
 class _Teacher:
     name: str
+    instance: str
     seen: float
     computing: float | None = None  # since when
     sent: int = 0
@@ -295,17 +296,20 @@ class StreamReader(Postman):
             self.counts["strays"] += 1  # not one of ours: a port scan must not end a run
 
     def _hello(self, peer: bytes, head: dict[str, Any]) -> None:
-        name = str(head["teacher"])
+        name, instance = str(head["teacher"]), str(head["instance"])
         faults = self.teaching.faults(head)
-        if any(t.name == name and p != peer for p, t in self._teachers.items()):
-            faults.append(f"a second writer called {name}: one rank of a teacher sends")
+        for other, teacher in list(self._teachers.items()):
+            if other != peer and teacher.instance == instance:
+                self._drop(other)  # its connection broke; what was on its way is lost
+            elif other != peer and teacher.name == name:
+                faults.append(f"a second writer called {name}: one rank of a teacher sends")
         if faults:
             self._refused[peer] = f"{name}: {'; '.join(faults)}"
             self.post(0, [peer, *pack({"type": "refuse", "found": "; ".join(faults)})])
             return
         if peer in self._teachers:
             self._drop(peer)
-        self._teachers[peer] = _Teacher(name, time.monotonic())
+        self._teachers[peer] = _Teacher(name, instance, time.monotonic())
         settings = self.settings
         welcome = {
             "type": "welcome",

@@ -68,6 +68,8 @@ class TeacherLink(Postman):
         super().__init__("teacher-link")
         self.teaching, self.lost_seconds = teaching, lost_seconds
         self.name = name or f"{platform.node()}-{os.getpid()}-{secrets.token_hex(2)}"
+        # A connection that broke comes back as a stranger; this says it is still the same writer.
+        self.instance = secrets.token_hex(8)
         self._trainers = [_Trainer() for _ in endpoints]
         self._work: deque[Work] = deque()
         self._news = threading.Condition()
@@ -197,8 +199,8 @@ class TeacherLink(Postman):
                     self.post(rank, pack(beat))
                 elif now - trainer.introduced > 4 * BEAT:
                     trainer.introduced = now
-                    hello = {"type": "hello", "teacher": self.name, **self.teaching.told()}
-                    self.post(rank, pack(hello))
+                    hello = {"type": "hello", "teacher": self.name, "instance": self.instance}
+                    self.post(rank, pack({**hello, **self.teaching.told()}))
 
     def failed(self) -> None:
         with self._news:
