@@ -32,6 +32,7 @@ from dspark.cli.context import LEFT_OUT, RunContext, StageResult
 from dspark.cli.report import write_report_files
 from dspark.cli.stages import RUNNERS, checked_draft_config
 from dspark.cli.training import run_draft
+from dspark.config.recipe import TrainSection
 from dspark.data.identity import section_identity
 from dspark.decoding.verify import check_modes
 from dspark.errors import ConfigError, MissingArtifactError
@@ -44,9 +45,28 @@ PARENTS: dict[Kind, tuple[Kind, ...]] = {
     "draft": ("states",),
     "bench": ("draft", "prompts"),
 }
+INDIFFERENT = frozenset({"log", "compile", "checkpoint_activations"})
+LATER = frozenset(
+    {"mode", "order", "stream", "packed", "optimizer", "schedule", "decay_ratio", "ema"}
+    | {"decode_every"}
+)
 CHECKED_FIRST: frozenset[Kind] = frozenset({"prompts", "draft"})
 SHOWN_RESULTS = 6
 VERBS = {"answers": "regenerate", "states": "capture", "draft": "train"}
+
+
+def train_identity(section: dict[str, Any]) -> dict[str, Any]:
+    """What of the train section decides the draft.
+
+    Where states come by, what is logged and how memory is saved do not. Settings that came later
+    and have their usual value are left out, so that drafts from before them stay current.
+    """
+    usual = TrainSection().model_dump(mode="json")
+    kept = {k: v for k, v in section.items() if k not in INDIFFERENT}
+    taught = ("taps", "held_rows", "warm_rows")
+    for part in (kept, usual):
+        part["stream"] = {k: part["stream"][k] for k in taught}
+    return {k: v for k, v in kept.items() if k not in LATER or v != usual[k]}
 
 
 def config_of(run: RunContext, kind: Kind) -> dict[str, Any]:
@@ -64,12 +84,7 @@ def config_of(run: RunContext, kind: Kind) -> dict[str, Any]:
     if kind == "draft":
         # What it starts from counts, where that lies does not.
         plain["train"]["init_from"] = run.start_hash
-        # Where states come by and what is logged decide nothing; how they are coded does.
-        plain["train"]["stream"] = {
-            k: plain["train"]["stream"][k] for k in ("taps", "held_rows", "warm_rows")
-        }
-        for key in ("log", "compile", "checkpoint_activations"):
-            del plain["train"][key]
+        plain["train"] = train_identity(plain["train"])
         if recipe.train.mode == "online":
             plain["regenerate"] = recipe.regenerate.model_dump(mode="json")
         if recipe.train.mode != "offline":

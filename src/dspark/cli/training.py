@@ -88,7 +88,8 @@ def streamed(
     plan = StreamPlan(training_rows(run), section, config.block_size, sizes, group)
     endpoint = section.stream.endpoint or local_endpoint(run)
     bodies = folder / "bodies"
-    bodies.mkdir(exist_ok=True)
+    if section.stream.transport == "disk":
+        bodies.mkdir(exist_ok=True)
     settings = plan.settings(
         rank_endpoint(endpoint, group.rank), stream_name(run, group.rank), bodies
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,7 @@ class Trainer:
         self.ledger = StepLines(folder / f"rank-{self.group.rank}.{LEDGER}")
         self.log = MetricLog(section.log if self.group.rank == 0 else (), folder)
         self.watch: Watchdog | None = None
+        self.interrupts = Interrupts(at_once=not self.group.sharded)
 
     def _module(self) -> StepModule:
         module = StepModule(self.draft, self.vocabulary, self.section)
@@ -139,9 +141,9 @@ class Trainer:
         if self._streams or self.group.sharded:
             self.watch = Watchdog(section.stream.stall_seconds)
         try:
-            with Interrupts(at_once=not self.group.sharded) as interrupts:
+            with self.interrupts:
                 while state.step < state.total:
-                    self._advance(pace, used, started, interrupts, on_step)
+                    self._advance(pace, used, started, on_step)
         except (KeyboardInterrupt, SystemExit):
             # Weights are those of `state.step`: what the cut step computed is gone.
             self._save()
@@ -151,11 +153,9 @@ class Trainer:
                 self.watch.end()
         return state.history
 
-    def _advance(
-        self, pace: Pace, used: float, started: float, interrupts: Interrupts, on_step: OnStep
-    ) -> None:
+    def _advance(self, pace: Pace, used: float, started: float, on_step: OnStep) -> None:
         """One optimiser step with what is due behind it."""
-        state, section = self.state, self.section
+        state, interrupts = self.state, self.interrupts
         begun = self.clock()
         row, update = self._step(state.step, pace.position(state), state.total)
         with interrupts.hold():
@@ -164,8 +164,20 @@ class Trainer:
             state.seconds = used + ended - started
             pace.advance(state, ended - begun)
             state.history["steps"].append({"step": state.step, "seconds": state.seconds, **row})
-        last = state.step == state.total
-        if last or state.step % section.eval_every == 0:
+        with self._unwatched():
+            self._behind(state, state.step == state.total)
+        on_step(state.step, state.total, {**state.history["steps"][-1], **self.plan.status()})
+        pace.pause(self.clock() - ended)
+        if self.group.sharded and self.group.any(interrupts.caught is not None):
+            interrupts.end()
+
+    def _unwatched(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.watch is None else self.watch.waiting()
+
+    def _behind(self, state: TrainingState, last: bool) -> None:
+        """Evaluation, decoding, log and checkpoint, where they are due."""
+        section = self.section
+        if last or due(state.step, section.eval_every):
             evaluation = self.evaluate()
             state.history["evals"].append(
                 {"step": state.step, "seconds": state.seconds, **evaluation}
@@ -173,13 +185,15 @@ class Trainer:
         if self.decode is not None and (last or due(state.step, section.decode_every)):
             self._decode(self.decode, state)
         self.log.write({**state.history["steps"][-1], **self.plan.status()})
-        if last or state.step % section.checkpoint_every == 0:
-            with interrupts.hold():
+        if last or due(state.step, section.checkpoint_every):
+            with self.interrupts.hold():
                 self._save()
-        on_step(state.step, state.total, {**state.history["steps"][-1], **self.plan.status()})
-        pace.pause(self.clock() - ended)
-        if self.group.sharded and self.group.any(interrupts.caught is not None):
-            interrupts.end()
+
+    def _swap(self) -> None:
+        """Exchange weights and average, as a whole."""
+        if self.average is not None:
+            with self.interrupts.hold():
+                self.average.swap()
 
     def _save(self) -> None:
         if self.group.sharded:
@@ -194,9 +208,7 @@ class Trainer:
         first, size = step * self.section.accumulate, self.group.size
         numbers = range(first, first + self.section.accumulate)
         mine = [n for n in numbers if n % size == self.group.rank]
-        if self.watch is None:
-            return [self.plan.micro_batch(n) for n in mine]
-        with self.watch.waiting():
+        with self._unwatched():
             return [self.plan.micro_batch(n) for n in mine]
 
     def _step(
@@ -256,12 +268,10 @@ class Trainer:
 
     def _whole(self) -> DSparkDraft:
         """A copy of the draft with whole weights, on every rank: the average's if there is one."""
-        if self.average is not None:
-            self.average.swap()
+        self._swap()
         draft = DSparkDraft(self.draft.config)
         draft.load_state_dict(whole_weights(self.draft))
-        if self.average is not None:
-            self.average.swap()
+        self._swap()
         return draft.to(self.device)
 
     def finished(self) -> DSparkDraft:
@@ -315,11 +325,8 @@ class Trainer:
     def evaluate(self) -> dict[str, Any]:
         """Teacher-forced metrics on held-back rows, of the average if there is one."""
         held = Held(self.validation, self.section, self.block_size, self.device)
-        if self.average is not None:
-            self.average.swap()
+        self._swap()
         try:
-            found = evaluate_held(self.module, held, self.group)
+            return evaluate_held(self.module, held, self.group)
         finally:
-            if self.average is not None:
-                self.average.swap()
-        return found
+            self._swap()
