@@ -1,4 +1,4 @@
-"""The thread of a :class:`~dspark.hidden.reader.StreamReader`: who asks, who is alive, what arrived.
+"""The thread of a stream reader: who asks, who is alive, what arrived.
 
 Everything here runs in the thread that owns the sockets, or under the lock ``_news``.
 """
