@@ -87,9 +87,9 @@ def test_whatever_is_killed_the_run_is_the_same_bit_for_bit(tmp_path: Path) -> N
 def test_fifty_random_kills_of_trainer_teachers_and_wire_change_nothing(tmp_path: Path) -> None:
     """Whoever is killed is started again after a random time; the trainer says when it is over."""
     endpoint = free_endpoint()
-    epochs = "epochs=200.0"
+    epochs = "epochs=450.0"
     with Process("teach", endpoint, "one"):
-        straight = streaming_run.train(place(tmp_path / "s"), endpoint, "replay", epochs=200.0)
+        straight = streaming_run.train(place(tmp_path / "s"), endpoint, "replay", epochs=450.0)
     folder, inner, outer = place(tmp_path / "killed"), free_endpoint(), free_endpoint()
     programs = {
         "trainer": ("train", str(folder), inner, "replay", epochs),
@@ -112,10 +112,10 @@ def test_fifty_random_kills_of_trainer_teachers_and_wire_change_nothing(tmp_path
     finally:
         for process in alive.values():
             process.kill()
-    assert sum(kills.values()) >= 40, kills
+    assert sum(kills.values()) == 50, kills
     assert resumed == straight
     counts = Counter(name for step in ledger(folder) for name in step)
-    assert set(counts.values()) == {200}
+    assert set(counts.values()) == {450}
 
 
 @pytest.mark.parametrize(

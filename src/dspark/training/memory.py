@@ -24,7 +24,7 @@ from dspark.config.recipe import TrainSection
 from dspark.model.draft import DSparkDraft
 from dspark.training.step import layer_step
 
-LOSS_COPIES = 4  # [chunk, V] tensors alive at once: logits, q, p and the difference
+LOSS_COPIES = 3  # [chunk, V] tensors alive at once: p, logits and their softmax
 FP32, BF16 = 4, 2
 
 
@@ -97,10 +97,10 @@ def activation_bytes(
     sharded: bool = False,
     fused: bool = False,
 ) -> tuple[int, int]:
-    """(kept for the backward pass by all layers, of which by one layer).
+    """(kept for the backward pass by all layers, what one layer has inside).
 
-    With ``checkpoint_activations`` only a layer's input is kept, and one layer's activations are
-    there again while it goes backward. ``fused``: attention kernels that keep no probabilities also
+    With ``checkpoint_activations`` only a layer's input is kept, and its inside is there again
+    while it goes backward. ``fused``: attention kernels that keep no probabilities also
     for values narrower than keys, as CUDA's do and a CPU's do not.
     """
     block = config.block_size
@@ -120,8 +120,9 @@ def activation_bytes(
         mask = torch.empty(load.batch, 1, rows, load.length + rows, dtype=torch.bool)
         weights = {p.untyped_storage()._cdata for p in draft.parameters()}
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=half)
-        with autocast, _kept(weights) as around:
-            context = draft.context(taps.to(dtype))
+        given = taps.to(dtype)  # counted with the micro-batch
+        with autocast, _kept(weights | {given.untyped_storage()._cdata}) as around:
+            context = draft.context(given)
         rotation = draft.rotation(torch.zeros(load.batch, rows, dtype=torch.long))
         context_rotation = draft.rotation(torch.zeros(load.batch, load.length, dtype=torch.long))
         held = weights | set(around)
@@ -131,7 +132,7 @@ def activation_bytes(
         stream = out.numel() * out.element_size()
     one = sum(layer.values())
     layers = config.num_hidden_layers
-    kept = stream * layers + one if section.checkpoint_activations else (one + stream) * layers
+    kept = stream * layers if section.checkpoint_activations else (one + stream) * layers
     return kept + sum(around.values()), one
 
 
@@ -168,18 +169,24 @@ def rank_memory(
     # Rows of h and t, the gradient of h; Markov rows and the gradient of W2.
     loss = 3 * slot * FP32 + 2 * rows * config.markov_rank * FP32
     loss += 2 * support * config.markov_rank * FP32
-    temporary = LOSS_COPIES * chunk * support * FP32
+    loss += LOSS_COPIES * chunk * support * FP32
+    # The loss is at its largest before any layer goes backward.
+    loss = max(loss, one) if section.checkpoint_activations else loss
+    gradients = per_rank * FP32
+    if section.accumulate <= ranks:
+        # The only micro-batch of a step: gradients come as activations go.
+        gradients = max(0, gradients - kept - loss)
     heads = vocabulary * hidden * FP32 + (support * hidden * FP32 if load.support else 0)
     return {
         "master weights": per_rank * FP32,
-        "gradients": per_rank * FP32,
+        "gradients": gradients,
         "optimiser": per_rank * 2 * FP32,
         "average": per_rank * FP32 if section.ema is not None else 0,
         "gathered weights": gathered,
         "embedding and head": counts.frozen * FP32 + heads,
         "micro-batch": blocks,
         "activations": kept,
-        "loss": loss + max(temporary, one),
+        "loss": loss,
     }
 
 
