@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--anchors", type=int, default=64)
-    parser.add_argument("--chunk", type=int, default=128)
+    parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
