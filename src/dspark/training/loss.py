@@ -116,6 +116,8 @@ class FusedDraftLoss(torch.autograd.Function):
             grad_h[s] = grad @ head
             grad_m[s] = grad @ w2
             grad_w2.addmm_(grad.T, m[s])
+            # Or the next chunk would begin beside the tensors of this one.
+            del p, log_q, q, difference, sign, grad
         ctx.save_for_backward(grad_h, grad_m, grad_w2)
         ctx.mark_non_differentiable(ce, l1, agree)
         loss = (ce * ce_weight).sum() + (l1 * l1_weight).sum()
