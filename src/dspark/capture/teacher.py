@@ -100,7 +100,10 @@ class EmbeddedMaker:
                 row.id,
                 row.ids,
                 SamplingParams(
-                    temperature=row.temperature, seed=row.seed, max_new_tokens=row.new_tokens
+                    temperature=row.temperature,
+                    top_p=row.top_p,
+                    seed=row.seed,
+                    max_new_tokens=row.new_tokens,
                 ),
             )
             for row in rows
@@ -110,13 +113,16 @@ class EmbeddedMaker:
 
 
 def _answer(row: Row, result: GenerationResult | None = None) -> Answer:
+    new = () if result is None else result.ids
+    mask = (*row.mask, *(1,) * len(new))
     return Answer(
         id=row.id,
         category=row.category,
         temperature=row.temperature,
         prompt_length=row.prompt_length,
         finish_reason="stop" if result is None else result.finish_reason,
-        ids=row.ids if result is None else row.ids + result.ids,
+        ids=row.ids + new,
+        loss_mask=tuple(1 if m else 0 for m in mask),
     )
 
 

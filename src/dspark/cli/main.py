@@ -18,6 +18,7 @@ from dspark import __version__
 from dspark.artifacts import Kind
 from dspark.cli.draft_verbs import Overrides, RecipePath
 from dspark.cli.draft_verbs import verbs as draft_verbs
+from dspark.cli.train_verbs import verbs as train_verbs
 from dspark.errors import DSparkError
 
 app = typer.Typer(
@@ -221,6 +222,7 @@ def bench(
 
 
 app.add_typer(draft_verbs)
+app.add_typer(train_verbs)
 
 
 def _print_error(error: DSparkError) -> None:

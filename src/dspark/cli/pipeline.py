@@ -86,7 +86,7 @@ def config_of(run: RunContext, kind: Kind) -> dict[str, Any]:
         plain["train"]["init_from"] = run.start_hash
         plain["train"] = train_identity(plain["train"])
         if recipe.train.mode == "online":
-            plain["regenerate"] = recipe.regenerate.model_dump(mode="json")
+            plain["regenerate"] = recipe.regenerate.identity()
         if recipe.train.mode != "offline":
             plain["capture"] = recipe.capture.model_dump(mode="json")
     if kind == "prompts":

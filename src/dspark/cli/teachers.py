@@ -78,7 +78,7 @@ def run_teacher(run: RunContext, connect: str | None, ranks: int, name: str | No
         batch_tokens=section.batch_tokens,
         dtype=getattr(torch, section.dtype),
         engine=engine,
-        keep_truncated=recipe.regenerate.keep_truncated,
+        keep_truncated=recipe.regenerate.on_length != "drop",
     )
     endpoints = [rank_endpoint(endpoint, rank) for rank in range(ranks)]
     link = TeacherLink(

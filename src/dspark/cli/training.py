@@ -19,7 +19,7 @@ from dspark.cli.stages import STATES, checked_draft_config
 from dspark.cli.teachers import Teachers, teaching_of
 from dspark.config.architecture import DraftConfig
 from dspark.data.chat import end_ids, prompt_ids
-from dspark.data.regenerate import ANSWERS, answer_seed
+from dspark.data.conversation import answer_seed, temperature_of
 from dspark.data.shards import read_prompts
 from dspark.decoding.acceptance import AcceptanceCounter
 from dspark.decoding.params import SamplingParams
@@ -42,22 +42,23 @@ def training_rows(run: RunContext) -> list[Row]:
     """What a teacher is asked: cached answers to replay, or prompts to answer."""
     if run.recipe.train.mode == "replay":
         return [
-            Row(a.id, a.category, a.temperature, a.ids, a.prompt_length)
-            for a in read_answers(run.folder("answers") / ANSWERS)
+            Row(a.id, a.category, a.temperature, a.ids, a.prompt_length, loss_mask=a.loss_mask)
+            for a in read_answers(run.folder("answers"))
         ]
     section, tokenizer = run.recipe.regenerate, run.target.tokenizer
     rows = []
-    for number, prompt in enumerate(read_prompts(run.folder("prompts"), "train")):
+    for prompt in read_prompts(run.folder("prompts"), "train"):
         ids = tuple(prompt_ids(tokenizer, prompt.messages, prompt.tools))
         rows.append(
             Row(
                 prompt.id,
                 prompt.category,
-                section.temperatures[number % len(section.temperatures)],
+                temperature_of(prompt.id, section),
                 ids,
                 len(ids),
                 section.max_new_tokens,
                 answer_seed(prompt.id),
+                section.top_p,
             )
         )
     return rows

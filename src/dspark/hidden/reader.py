@@ -94,6 +94,8 @@ class StreamReader(Desk):
             or (row.new_tokens == 0 and len(record) != len(row.ids))
         ):
             faults.append(f"{len(record)} tokens that are not the ones asked for")
+        if row.new_tokens == 0 and tuple(record.loss_mask.tolist()) != row.mask:
+            faults.append("another loss mask")
         if faults:
             raise DamagedArtifactError(
                 expected=f"states of row {row.id} as it was asked for",

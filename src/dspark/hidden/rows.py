@@ -17,7 +17,8 @@ from dspark.hidden.record import layer_hash
 @dataclass(frozen=True)
 class Row:
     """One sequence. With ``new_tokens`` 0, ``ids`` are prompt and answer, to be replayed; otherwise
-    ``ids`` are a prompt that the teacher answers first (at ``temperature``, from ``seed``)."""
+    ``ids`` are a prompt that the teacher answers first (at ``temperature``, from ``seed``).
+    ``loss_mask`` is as long as ``ids``, or empty: then it is 1 from ``prompt_length`` on."""
 
     id: str
     category: str
@@ -26,6 +27,14 @@ class Row:
     prompt_length: int
     new_tokens: int = 0
     seed: int = 0
+    top_p: float = 1.0
+    loss_mask: tuple[int, ...] = ()
+
+    @property
+    def mask(self) -> tuple[int, ...]:
+        """1 on tokens of ``ids`` that are trained on."""
+        behind = len(self.ids) - self.prompt_length
+        return self.loss_mask or (0,) * self.prompt_length + (1,) * behind
 
     @property
     def longest(self) -> int:

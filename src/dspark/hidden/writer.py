@@ -213,4 +213,4 @@ class TeacherLink(Postman):
 
 
 def _row(raw: dict[str, Any]) -> Row:
-    return Row(**{**raw, "ids": tuple(raw["ids"])})
+    return Row(**{**raw, "ids": tuple(raw["ids"]), "loss_mask": tuple(raw["loss_mask"])})

@@ -61,8 +61,7 @@ class AnswerTokens:
 
     @staticmethod
     def of(row: Row) -> AnswerTokens:
-        mask = torch.zeros(len(row.ids), dtype=torch.uint8)
-        mask[row.prompt_length :] = 1
+        mask = torch.tensor(row.mask, dtype=torch.uint8)
         return AnswerTokens(torch.tensor(row.ids, dtype=torch.int32), mask)
 
 
