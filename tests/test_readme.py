@@ -179,7 +179,7 @@ def test_every_verb_mentioned_exists_and_every_verb_is_in_the_readme() -> None:
         verb
         for document in DOCS
         for span in code_spans(document)
-        for verb in re.findall(r"\bdspark ([a-z]+)\b", span)
+        for verb in re.findall(r"\bdspark ([a-z][a-z-]*)\b", span)
     }
     assert mentioned <= verbs(), mentioned - verbs()
     assert all(f"`dspark {verb} " in README for verb in verbs())

@@ -73,6 +73,10 @@ class TrainingError(DSparkError):
     """Training that cannot give a meaningful draft (no anchors, non-finite loss)."""
 
 
+class StreamError(DSparkError):
+    """A stream of hidden states that stands still or breaks; ``where`` names the starving stage."""
+
+
 class DecodingError(DSparkError):
     """An unsupported combination of verification mode, draft sampling and parameters."""
 

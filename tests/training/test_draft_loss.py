@@ -88,7 +88,11 @@ def reference(
 
 
 def fused(
-    case: Case, coefficients: tuple[float, float, float], denominator: float, chunk: int = 8
+    case: Case,
+    coefficients: tuple[float, float, float],
+    denominator: float,
+    chunk: int = 8,
+    source: Tensor | None = None,
 ) -> tuple[Tensor, RowStats]:
     head, w2, log_z, labels = case.head, case.w2, None, case.labels
     if case.support is not None:
@@ -96,7 +100,7 @@ def fused(
         index[case.support] = torch.arange(len(case.support))
         log_z = torch.logsumexp(case.t @ head.T, -1)
         head, w2, labels = head[case.support], w2[case.support], index[labels]
-    rows = LossInputs(case.h, case.m, case.t, log_z, labels, case.weight, case.confidence)
+    rows = LossInputs(case.h, case.m, case.t, log_z, labels, case.weight, case.confidence, source)
     terms, stats = draft_loss(
         rows, head, w2, coefficients=coefficients, denominator=denominator, chunk=chunk
     )
@@ -217,6 +221,43 @@ def test_no_tensor_of_rows_by_vocabulary_is_made_or_saved() -> None:
     with LargestTensor() as made:  # a single chunk is what the loss must not do
         fused(case, COEFFICIENTS, 1.0, rows)
     assert made.elements == rows * vocab
+
+
+def test_a_chunk_bounds_memory_at_the_vocabulary_of_kimi_k3() -> None:
+    rows, vocab, chunk = 32, 163_840, 4
+    case = make_case(9, None, rows=rows, vocab=vocab, dtype=torch.float32)
+    with LargestTensor() as made:
+        value, _, stats = differentiate(fused, case, COEFFICIENTS, 3.0, chunk)
+    assert made.elements <= max(case.head.numel(), chunk * vocab)
+    wanted, reference_stats = reference(case, COEFFICIENTS, 3.0)
+    torch.testing.assert_close(value, wanted.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(stats.l1, reference_stats.l1.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("support", [None, 17])
+@pytest.mark.parametrize("chunk", [5, 100])
+def test_rows_of_one_target_position_share_their_work_and_nothing_else(
+    support: int | None, chunk: int
+) -> None:
+    case = make_case(10, support)
+    source = torch.arange(len(case.t)) // 3
+    case = replace(case, t=case.t[source])
+    want, grads, stats = differentiate(fused, case, COEFFICIENTS, 2.0, chunk)
+
+    def shared(case: Case, *arguments: Any) -> tuple[Tensor, RowStats]:
+        return fused(case, *arguments, source=source)
+
+    got, others, other_stats = differentiate(shared, case, COEFFICIENTS, 2.0, chunk)
+    assert torch.allclose(got, want, rtol=1e-12)
+    for a, b in zip(others, grads, strict=True):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+    assert torch.allclose(other_stats.l1, stats.l1, rtol=1e-12)
+    assert torch.equal(other_stats.agree, stats.agree)
+    # It is what saves the work: a wrong number would be believed.
+    wrong = replace(case, t=case.t + torch.arange(len(case.t)).unsqueeze(-1) * 0.1)
+    assert not torch.allclose(
+        shared(wrong, COEFFICIENTS, 2.0, chunk)[0], fused(wrong, COEFFICIENTS, 2.0, chunk)[0]
+    )
 
 
 def test_slot_weights_decay_from_one() -> None:

@@ -53,6 +53,7 @@ class Evaluation(Frozen):
     tau_all: AcceptanceLength
     tau_full: AcceptanceLength
     by_category: dict[Category, AcceptanceLength] = Field(default_factory=dict)
+    by_context: dict[str, AcceptanceLength] = Field(default_factory=dict)
     confidence_bias: float
     confidence_abs_error: NonNegativeFloat
     grad_share: GradShare | None = None
@@ -68,11 +69,19 @@ class Evaluation(Frozen):
         return self
 
 
+class Decoded(Frozen):
+    """Real greedy decoding of a few held-out prompts after ``step`` optimizer steps."""
+
+    step: NonNegativeInt
+    acceptance_length: AcceptanceLength
+
+
 class Training(Frozen):
     """``training.json``, in step order."""
 
     steps: tuple[TrainingStep, ...] = Field(min_length=1)
     evals: tuple[Evaluation, ...] = ()
+    decoded: tuple[Decoded, ...] = ()
 
     @model_validator(mode="after")
     def _in_order(self) -> Training:

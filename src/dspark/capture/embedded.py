@@ -52,12 +52,35 @@ def capture(
     present = set(store.ids())
     missing = [a for a in answers if a.id not in present]
     on_tokens(sum(len(a.ids) for a in answers if a.id in present))
-    prefix = _Prefix.of(target, missing)
-    for batch in length_batches(missing, batch_tokens):
-        for answer, taps, final in prefix.replay(batch):
-            store.put(_record(target, answer, taps, final, dtype))
-            on_tokens(len(answer.ids))
+    for record in _replayed(target, missing, batch_tokens, dtype):
+        store.put(record)
+        on_tokens(len(record))
     return len(missing)
+
+
+@torch.inference_mode()
+def replay_group(
+    target: Target, answers: Sequence[Answer], *, batch_tokens: int, dtype: torch.dtype
+) -> list[HiddenRecord]:
+    """Records of ``answers`` in their order. The same answers give the same bits, whenever."""
+    _require_vocabulary(target, answers)
+    made = {r.id: r for r in _replayed(target, answers, batch_tokens, dtype)}
+    return [made[a.id] for a in answers]
+
+
+def _replayed(
+    target: Target, answers: Sequence[Answer], batch_tokens: int, dtype: torch.dtype
+) -> Iterator[HiddenRecord]:
+    prefix = _Prefix.of(target, answers)
+    for batch in length_batches(answers, batch_tokens):
+        for answer, taps, final in prefix.replay(batch):
+            yield _record(target, answer, taps, final, dtype)
+
+
+def engine_name(target: Target) -> str:
+    """Who made a record's states: decoder, its precision and torch's version."""
+    dtype = str(target.head_weight().dtype).removeprefix("torch.")
+    return f"embedded {type(target).__name__} {dtype} torch {torch.__version__}"
 
 
 @dataclass(frozen=True)
@@ -138,4 +161,5 @@ def _record(
         final=stored.cpu(),
         greedy=greedy,
         log_z=log_z,
+        engine=engine_name(target),
     )

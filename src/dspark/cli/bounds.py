@@ -178,7 +178,11 @@ class Bounds:
         # Weights and two moments in fp32, and the next file while the last is still there.
         resume = 2 * (12 * draft.trainable + draft.tensors * 4096 + history + 65_536)
         rows = section.batch_size * section.num_anchors * self.config.block_size
+        # A stream holds its pool instead, and a few rows to judge on.
         states = self.tokens * self.record_token + self.rows * RECORD_HEAD
+        if section.mode != "offline":
+            held = section.stream.held_rows + section.stream.warm_rows
+            states = held * self.length * self.record_token + int(section.stream.pool_gb * 1e9)
         wide = 20 * shape.hidden_size + 4 * self.config.intermediate_size
         wide += 4 * self.config.num_attention_heads * (self.length + self.config.block_size)
         layers = self.config.num_hidden_layers + 1

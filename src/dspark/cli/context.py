@@ -6,11 +6,14 @@ stage runs when.
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
 
 from dspark.artifacts import Kind, Origin
 from dspark.cli.console import Screen
@@ -22,6 +25,14 @@ if TYPE_CHECKING:
     from dspark.checkpoint.source import TargetFiles
     from dspark.checkpoint.target import LoadedTarget
     from dspark.data.filters.evaluation import TaskItems
+
+
+# Stages that a mode of training does without: the teacher does their work while training.
+LEFT_OUT: dict[str, tuple[Kind, ...]] = {
+    "offline": (),
+    "replay": ("states",),
+    "online": ("answers", "states"),
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +54,7 @@ class RunContext:
     def __init__(self, recipe: Recipe, command: str, screen: Screen | None = None) -> None:
         self.recipe = recipe
         self.command = command
-        self.screen = screen or Screen()
+        self.screen = screen or Screen(None if self.leads else Console(quiet=True))
         self.root = Path(recipe.output)
         self.load_seconds = 0.0
 
@@ -122,6 +133,26 @@ class RunContext:
 
         start = self.recipe.train.init_from
         return None if start is None else content_hash(Path(start))
+
+    @property
+    def data_kind(self) -> Kind:
+        """The artifact that training reads: states, or what a teacher makes them of."""
+        kinds: dict[str, Kind] = {"offline": "states", "replay": "answers", "online": "prompts"}
+        return kinds[self.recipe.train.mode]
+
+    @property
+    def ranks(self) -> int:
+        """How many processes of ``torchrun`` share this command; 1 without it."""
+        return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+
+    @property
+    def rank(self) -> int:
+        return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes artifacts and speaks."""
+        return self.rank == 0
 
     def folder(self, kind: Kind) -> Path:
         return self.root / kind

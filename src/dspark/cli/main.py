@@ -18,6 +18,7 @@ from dspark import __version__
 from dspark.artifacts import Kind
 from dspark.cli.draft_verbs import Overrides, RecipePath
 from dspark.cli.draft_verbs import verbs as draft_verbs
+from dspark.cli.train_verbs import verbs as train_verbs
 from dspark.errors import DSparkError
 
 app = typer.Typer(
@@ -63,6 +64,10 @@ def _stages(
         from dspark.cli.plan import print_plan
 
         print_plan(context, only)
+        if only == "draft":
+            from dspark.cli.train_plan import print_train_plan
+
+            print_train_plan(context)
         return
     if only is None:
         from dspark.bench.svg import require_plotting
@@ -217,6 +222,7 @@ def bench(
 
 
 app.add_typer(draft_verbs)
+app.add_typer(train_verbs)
 
 
 def _print_error(error: DSparkError) -> None:

@@ -28,12 +28,14 @@ from dspark.artifacts import (
     read_manifest,
     verify,
 )
-from dspark.cli.context import RunContext, StageResult
+from dspark.cli.context import LEFT_OUT, RunContext, StageResult
 from dspark.cli.report import write_report_files
 from dspark.cli.stages import RUNNERS, checked_draft_config
+from dspark.cli.training import run_draft
+from dspark.config.recipe import TrainSection
 from dspark.data.identity import section_identity
 from dspark.decoding.verify import check_modes
-from dspark.errors import MissingArtifactError
+from dspark.errors import ConfigError, MissingArtifactError
 
 ORDER: tuple[Kind, ...] = ("prompts", "answers", "states", "draft", "bench")
 PARENTS: dict[Kind, tuple[Kind, ...]] = {
@@ -43,9 +45,28 @@ PARENTS: dict[Kind, tuple[Kind, ...]] = {
     "draft": ("states",),
     "bench": ("draft", "prompts"),
 }
+INDIFFERENT = frozenset({"log", "compile", "checkpoint_activations"})
+LATER = frozenset(
+    {"mode", "order", "stream", "packed", "optimizer", "schedule", "decay_ratio", "ema"}
+    | {"decode_every"}
+)
 CHECKED_FIRST: frozenset[Kind] = frozenset({"prompts", "draft"})
 SHOWN_RESULTS = 6
 VERBS = {"answers": "regenerate", "states": "capture", "draft": "train"}
+
+
+def train_identity(section: dict[str, Any]) -> dict[str, Any]:
+    """What of the train section decides the draft.
+
+    Where states come by, what is logged and how memory is saved do not. Settings that came later
+    and have their usual value are left out, so that drafts from before them stay current.
+    """
+    usual = TrainSection().model_dump(mode="json")
+    kept = {k: v for k, v in section.items() if k not in INDIFFERENT}
+    taught = ("taps", "held_rows", "warm_rows")
+    for part in (kept, usual):
+        part["stream"] = {k: part["stream"][k] for k in taught}
+    return {k: v for k, v in kept.items() if k not in LATER or v != usual[k]}
 
 
 def config_of(run: RunContext, kind: Kind) -> dict[str, Any]:
@@ -63,6 +84,11 @@ def config_of(run: RunContext, kind: Kind) -> dict[str, Any]:
     if kind == "draft":
         # What it starts from counts, where that lies does not.
         plain["train"]["init_from"] = run.start_hash
+        plain["train"] = train_identity(plain["train"])
+        if recipe.train.mode == "online":
+            plain["regenerate"] = recipe.regenerate.identity()
+        if recipe.train.mode != "offline":
+            plain["capture"] = recipe.capture.model_dump(mode="json")
     if kind == "prompts":
         plain["prompts"] = section_identity(recipe.prompts, run.task_items)
     if kind == "answers":
@@ -82,15 +108,26 @@ def run_stages(run: RunContext, last: Kind | None, *, only: bool) -> None:
         MissingArtifactError: ``only``, and an earlier stage is unfinished (names the verb).
     """
     # Modes that could not be exact are refused before hours of work, not after.
-    bench = run.recipe.bench
+    recipe = run.recipe
+    bench = recipe.bench
     for temperature in bench.temperatures:
         check_modes(bench.verification, bench.draft_sample_method, temperature)
+    if run.ranks > 1 and not (only and last == "draft"):
+        raise ConfigError(
+            expected="one process for every stage but train",
+            found=f"{run.ranks} ranks of torchrun",
+            where="dspark run" if last is None else f"dspark {VERBS.get(last, last)}",
+            fix="Make the other stages with one process, then `torchrun ... -m dspark train`.",
+        )
     wanted = ORDER if last is None else ORDER[: ORDER.index(last) + 1]
+    left_out = LEFT_OUT[recipe.train.mode]
     for kind in wanted:
+        if kind in left_out and kind != last:
+            continue
         if only and kind != last:
             _require(run, kind)
             continue
-        _run_stage(run, kind, RUNNERS[kind])
+        _run_stage(run, kind, run_draft if kind == "draft" else RUNNERS[kind])
         if only:
             _show_result(run, kind)
     if last is None:
@@ -127,7 +164,8 @@ def _require(run: RunContext, kind: Kind) -> None:
 
 
 def _parents(run: RunContext, kind: Kind) -> list[Parent]:
-    return [parent_of(run.folder(p), p, run.folder(kind)) for p in PARENTS[kind]]
+    parents = (run.data_kind,) if kind == "draft" else PARENTS[kind]
+    return [parent_of(run.folder(p), p, run.folder(kind)) for p in parents]
 
 
 def _run_stage(
@@ -137,6 +175,10 @@ def _run_stage(
     manifest = new_manifest(kind, config_of(run, kind), _parents(run, kind))
     if is_current(folder, manifest.fingerprint):
         run.screen.stage(kind, f"finished before: {folder}")
+        return
+    if not run.leads:
+        # The first rank keeps the folder; the others help it.
+        runner(run, folder)
         return
     watch = Stopwatch(run.origin, lambda: run.load_seconds)
     if kind in CHECKED_FIRST:

@@ -26,7 +26,7 @@ from dspark.cli.bounds import (
     target_weights,
 )
 from dspark.cli.console import Screen
-from dspark.cli.context import RunContext
+from dspark.cli.context import LEFT_OUT, RunContext
 from dspark.config.prompts import FileSource, HubSource, PromptSource, SelfInstructSource
 from dspark.config.recipe import BenchSection, TargetSection
 from dspark.data.sources import usable_prompts
@@ -75,7 +75,11 @@ def print_plan(run: RunContext, only: Kind | None) -> None:
     found = plan_of(run)
     table = plan_table(
         f"plan of {run.recipe.name}: nothing was run",
-        {kind: need for kind, need in found.items() if only in {None, kind}},
+        {
+            kind: need
+            for kind, need in found.items()
+            if only == kind or (only is None and kind not in LEFT_OUT[run.recipe.train.mode])
+        },
         run.root,
     )
     run.screen.console.print(table)

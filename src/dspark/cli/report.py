@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dspark.artifacts import Kind, Made, Manifest, atomic_json, lineage, read_manifest
 from dspark.bench.report import write_report
 from dspark.bench.results import Lineage, LineageEntry, Summary
+from dspark.cli.context import LEFT_OUT
 
 if TYPE_CHECKING:
     from dspark.cli.context import RunContext
@@ -70,7 +71,8 @@ def write_report_files(run: RunContext) -> Path:
 
 def _stage_records(run: RunContext) -> dict[str, Made]:
     """How each stage was made; artifacts that hold no record of it are named and left out."""
-    found = {kind: read_manifest(run.folder(kind), kind).made for kind in STAGES}
+    kinds = [kind for kind in STAGES if kind not in LEFT_OUT[run.recipe.train.mode]]
+    found = {kind: read_manifest(run.folder(kind), kind).made for kind in kinds}
     for kind, made in found.items():
         if made is None:
             run.screen.stage("report", f"no record of how {kind} was made: its time is not counted")

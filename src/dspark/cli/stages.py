@@ -18,14 +18,12 @@ from dspark.bench.journal import UNFINISHED as UNFINISHED_BENCH
 from dspark.bench.journal import Journal
 from dspark.bench.local import BenchPrompt, LocalBench, as_json
 from dspark.capture.embedded import capture
-from dspark.checkpoint.draft import TARGET_NOTE, load_draft, save_draft
+from dspark.checkpoint.draft import load_draft
 from dspark.checkpoint.published import read_config
 from dspark.checkpoint.target import LoadedTarget
-from dspark.checkpoint.tensors import digest_of
 from dspark.cli.answer_stage import run_answers, write_user_turns
 from dspark.cli.console import Screen
 from dspark.cli.context import RunContext, StageResult
-from dspark.cli.provenance import draft_provenance
 from dspark.config.architecture import DraftConfig
 from dspark.config.recipe import BenchSection
 from dspark.config.resolve import differences, draft_config, layer_ids
@@ -41,8 +39,6 @@ from dspark.errors import ConfigError
 from dspark.hidden.answers import read_answers
 from dspark.hidden.disk import DiskStore
 from dspark.model.fp8 import serving_form
-from dspark.training.checkpoint import FILE as RESUME_FILE
-from dspark.training.stage import TargetParts, train_draft
 
 STATES = "records"
 
@@ -114,45 +110,6 @@ def run_states(run: RunContext, folder: Path) -> StageResult:
     notes = {"layer_ids": list(model.layer_ids), "norm_state": "post", "dtype": section.dtype}
     line = f"{health['records']} records, {total:,} tokens, {health['bytes'] / 1e9:.2f} GB"
     return StageResult({**health, "tokens": total}, notes, line)
-
-
-def run_draft(run: RunContext, folder: Path) -> StageResult:
-    """Hidden records -> checkpoint with provenance, and ``training.json``."""
-    target = run.target
-    store = DiskStore(run.folder("states") / STATES)
-    records = [store.get(i) for i in store.ids()]
-    config = checked_draft_config(run)
-    model = target.build(config.target_layer_ids)
-    parts = TargetParts(model.head_weight().float(), model.embedding_weight(), model.norm)
-    start = None
-    if run.recipe.train.init_from is not None:
-        start, _ = load_draft(Path(run.recipe.train.init_from), head=parts.head)
-    with run.screen.bar("training steps", None) as bar:
-
-        def on_step(step: int, total: int, row: dict[str, Any]) -> None:
-            bar.set(step, total, f"ce {row['ce']:.2f}  l1 {row['l1']:.2f}")
-
-        trained = train_draft(
-            config,
-            parts,
-            records,
-            run.recipe.train,
-            folder,
-            vocabulary_size=run.recipe.draft.vocabulary_size,
-            start=start,
-            on_step=on_step,
-            on_note=lambda text: run.screen.console.print(f"{'':>12}{text}", highlight=False),
-        )
-    provenance = draft_provenance(run, target, trained)
-    embedding = parts.embedding.detach().to("cpu", target.dtype).contiguous()
-    provenance[TARGET_NOTE] = digest_of(embedding)["sha256"]
-    save_draft(folder, trained.draft, provenance, target.dtype)
-    atomic_json(folder / "training.json", trained.history)
-    last = trained.history["evals"][-1]
-    steps = trained.history["steps"][-1]["step"]
-    line = f"{steps} steps, teacher-forced acceptance length {last['tau_all']:.2f}: {folder}"
-    counts = {"steps": steps, "trainable_parameters": trained.parameters}
-    return StageResult(counts, {"tau": last["tau_all"]}, line, (RESUME_FILE,))
 
 
 def run_bench(run: RunContext, folder: Path) -> StageResult:
@@ -269,6 +226,5 @@ RUNNERS: dict[Kind, Callable[[RunContext, Path], StageResult]] = {
     "prompts": run_prompts,
     "answers": run_answers,
     "states": run_states,
-    "draft": run_draft,
     "bench": run_bench,
 }

@@ -22,6 +22,7 @@ from dspark.config.architecture import (
 )
 from dspark.config.layers import check_layer_order
 from dspark.config.prompts import PackageSource, PromptsSection, TokenizerSection
+from dspark.config.stream import ClusterSection, StreamSection
 from dspark.config.target import TargetShape
 
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -134,9 +135,18 @@ class TrainSection(Frozen):
     """Optimisation. Stops at whichever of ``epochs`` and ``max_seconds`` comes first.
 
     ``init_from`` is a draft's folder whose weights (nothing else) are the start instead of random
-    ones; it must be of the same flavour, sizes and conventions.
+    ones; it must be of the same flavour, sizes and conventions. A run that was cut resumes by
+    itself, exactly; the two are different things.
+
+    ``mode``: ``offline`` reads states from disk; ``replay`` has a teacher prefill cached answers
+    and stream their states; ``online`` has it answer the prompts too. ``order``: batches of rows
+    of similar ``length``, or ``shuffled`` without looking at rows, which is all that online can do.
+    ``accumulate`` micro-batches, of all ranks together, are one step.
     """
 
+    mode: Literal["offline", "replay", "online"] = "offline"
+    order: Literal["length", "shuffled"] = "length"
+    stream: StreamSection = StreamSection()
     init_from: str | None = Field(default=None, min_length=1)
     seed: NonNegativeInt = 0
     epochs: PositiveFloat = 1.0
@@ -144,6 +154,11 @@ class TrainSection(Frozen):
     batch_size: PositiveInt = 8
     accumulate: PositiveInt = 1
     num_anchors: PositiveInt = 512
+    packed: bool = False
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
+    decay_ratio: float = Field(default=0.2, gt=0, le=1)
+    ema: float | None = Field(default=None, gt=0, lt=1)
     learning_rate: PositiveFloat = 6e-4
     weight_decay: float = Field(default=0.0, ge=0)
     warmup_ratio: float = Field(default=0.04, ge=0, lt=1)
@@ -151,8 +166,18 @@ class TrainSection(Frozen):
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     loss: LossSection = LossSection()
     warm_start: WarmStart = WarmStart()
+    checkpoint_activations: bool = False
+    compile: bool = False
+    log: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = ()
     eval_every: PositiveInt = 50
+    decode_every: NonNegativeInt = 0
     checkpoint_every: PositiveInt = 100
+
+    @model_validator(mode="after")
+    def _online_knows_no_answers(self) -> TrainSection:
+        if self.mode == "online" and self.order != "shuffled":
+            raise ValueError("mode online needs order: shuffled, lengths are not known beforehand")
+        return self
 
 
 class BenchSection(Frozen):
@@ -183,6 +208,7 @@ class Recipe(Frozen):
     capture: CaptureSection = CaptureSection()
     draft: DraftSection
     train: TrainSection = TrainSection()
+    cluster: ClusterSection | None = None
     bench: BenchSection = BenchSection()
 
     @model_validator(mode="after")

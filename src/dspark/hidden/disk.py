@@ -9,18 +9,44 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import zlib
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch import Tensor
 
 from dspark.artifacts import atomic_write
 from dspark.artifacts.storage import PARTIAL
 from dspark.errors import DamagedArtifactError, DataError
-from dspark.hidden.record import HiddenRecord
+from dspark.hidden.record import HiddenRecord, layer_hash
 
 SUFFIX = ".safetensors"
 _TENSORS = ("ids", "loss_mask", "taps", "final", "greedy", "log_z")
+
+
+def tensors_crc(tensors: dict[str, Tensor]) -> int:
+    """CRC-32 over the tensors' bytes, in the order of their names."""
+    crc = 0
+    for name in sorted(tensors):
+        flat = tensors[name].contiguous().reshape(-1)
+        crc = zlib.crc32(flat.view(dtype=torch.uint8).numpy().data, crc)
+    return crc
+
+
+def description(record: HiddenRecord) -> dict[str, Any]:
+    """What a record says of itself besides its tensors, as JSON can hold it."""
+    return {
+        "id": record.id,
+        "category": record.category,
+        "temperature": record.temperature,
+        "layer_ids": list(record.layer_ids),
+        "norm_state": record.norm_state,
+        "stream": record.stream,
+        "engine": record.engine,
+    }
 
 
 class DiskStore:
@@ -41,14 +67,12 @@ class DiskStore:
 
     def put(self, record: HiddenRecord) -> None:
         """Write one record; a reader sees all of it or nothing."""
-        meta = {
-            "id": record.id,
-            "category": record.category,
-            "temperature": record.temperature,
-            "layer_ids": list(record.layer_ids),
-            "norm_state": record.norm_state,
-        }
         tensors = {name: getattr(record.check(), name).contiguous() for name in _TENSORS}
+        meta = description(record)
+        meta |= {
+            "layer_hash": layer_hash(record.layer_ids, record.stream),
+            "crc32": tensors_crc(tensors),
+        }
         atomic_write(self._path(record.id), save(tensors, {"record": json.dumps(meta)}))
 
     def get(self, record_id: str) -> HiddenRecord:
@@ -65,6 +89,13 @@ class DiskStore:
             meta["layer_ids"] = tuple(meta["layer_ids"])
             if meta["id"] != record_id:
                 raise ValueError(f"the record of {meta['id']!r}")
+            # Records of earlier versions have neither.
+            found = meta.pop("layer_hash", None)
+            if found is not None and found != layer_hash(meta["layer_ids"], meta["stream"]):
+                raise ValueError("layer ids that do not match their hash")
+            crc = meta.pop("crc32", None)
+            if crc is not None and crc != tensors_crc(tensors):
+                raise ValueError("a checksum does not match")
             record = HiddenRecord(**meta, **tensors)
         except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
             raise DamagedArtifactError(

@@ -10,6 +10,8 @@ a draft distilled from pre-norm states looks trained and loses a third of its ac
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -19,6 +21,15 @@ from torch import Tensor
 from dspark.errors import DamagedArtifactError
 
 NormState = Literal["pre", "post"]
+TappedStream = Literal["residual", "prefix_sum", "mixed"]
+"""What a tap is: the residual stream, or one of the two streams of a target with attention
+residuals (Kimi-K3): the plain prefix sum, which engines tap by default, or the mixed stream."""
+
+
+def layer_hash(layer_ids: tuple[int, ...], stream: str) -> str:
+    """16 hex digits that two ends of a wire compare: which layers, and of which stream."""
+    text = json.dumps([list(layer_ids), stream])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,7 @@ class HiddenRecord:
     anything was rounded for storage; the trainer's self-test must reproduce it. dtypes: ids and
     greedy int32, loss_mask uint8, log_z fp32 (natural log), taps and final bf16 or fp32. Where
     ``greedy`` is -1 and ``log_z`` NaN they were not computed (allowed before the answer only).
+    ``stream`` says what was tapped, ``engine`` who made the states (name, version, precision).
     """
 
     id: str
@@ -42,6 +54,8 @@ class HiddenRecord:
     final: Tensor
     greedy: Tensor
     log_z: Tensor
+    stream: TappedStream = "residual"
+    engine: str = ""
 
     def __len__(self) -> int:
         return int(self.ids.shape[0])

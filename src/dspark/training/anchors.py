@@ -24,6 +24,8 @@ class Blocks:
     ``labels`` [B, A, K] token of slot k (position a+k+1); ``previous`` [B, A, K] token at a+k
     (slot 0: the anchor), the Markov head's teacher-forced input; ``source`` [B, A, K] position a+k,
     whose final state gives the target distribution; ``slot_mask`` [B, A, K] slots that count.
+    A row may hold several documents: ``first`` [B, A] is where an anchor's document begins, and
+    ``context_positions`` [B, S] are RoPE positions, which begin anew in each.
     """
 
     taps: Tensor
@@ -38,6 +40,8 @@ class Blocks:
     source: Tensor
     slot_mask: Tensor
     attention: Tensor
+    first: Tensor
+    context_positions: Tensor
 
     def to(self, device: torch.device) -> Blocks:
         """The same blocks on ``device``."""
@@ -45,9 +49,9 @@ class Blocks:
 
     @property
     def positions(self) -> Tensor:
-        """RoPE positions of block rows [B, A*K]: slot k of anchor a sits at a + k."""
+        """RoPE positions of block rows [B, A*K]: slot k of anchor a is a + k of its document."""
         k = torch.arange(self.labels.shape[-1], device=self.anchors.device)
-        return (self.anchors.unsqueeze(-1) + k).flatten(1)
+        return ((self.anchors - self.first).unsqueeze(-1) + k).flatten(1)
 
 
 def eligible(loss_mask: Tensor) -> Tensor:
@@ -65,18 +69,36 @@ def sample_anchors(loss_mask: Tensor, count: int, generator: torch.Generator) ->
     return candidates
 
 
-def visible(anchor: Tensor, query_block: Tensor, key_position: Tensor, key_block: Tensor) -> Tensor:
+def counted_slots(loss_mask: Tensor, anchors: Tensor, k: int) -> Tensor:
+    """Slots [A, K] of one record that count: label inside, supervised, and so all before it."""
+    label_at = anchors.unsqueeze(-1) + 1 + torch.arange(k)
+    inside = label_at < len(loss_mask)
+    counted = inside & loss_mask.bool()[label_at.clamp(max=len(loss_mask) - 1)]
+    return counted.long().cumprod(-1).bool()
+
+
+def visible(
+    anchor: Tensor,
+    query_block: Tensor,
+    key_position: Tensor,
+    key_block: Tensor,
+    first: Tensor | int = 0,
+) -> Tensor:
     """May a block row see a key? ``key_block`` is -1 for context rows.
 
-    Context rows strictly before the anchor (the target's state at the anchor does not exist yet
-    when serving), and every row of the same block, in both directions.
+    Context rows of its document (from ``first`` on) strictly before the anchor (the target's state
+    at the anchor does not exist yet when serving), and every row of the same block, in both
+    directions.
     """
     is_context = key_block < 0
-    return (is_context & (key_position < anchor)) | (~is_context & (key_block == query_block))
+    before = (key_position < anchor) & (key_position >= first)
+    return (is_context & before) | (~is_context & (key_block == query_block))
 
 
-def attention_mask(anchors: Tensor, lengths: Tensor, size: int, k: int) -> Tensor:
-    """Dense mask [B, 1, A*K, S + A*K] from anchors [B, A].
+def attention_mask(
+    anchors: Tensor, lengths: Tensor, size: int, k: int, first: Tensor | None = None
+) -> Tensor:
+    """Dense mask [B, 1, A*K, S + A*K] from anchors [B, A] and their documents' beginnings.
 
     Padding anchors (0) see only their own block: nobody reads them, and no row is ever empty.
     """
@@ -87,7 +109,8 @@ def attention_mask(anchors: Tensor, lengths: Tensor, size: int, k: int) -> Tenso
     key_position = torch.cat([context, query_block.new_zeros(count * k)])
     key_block = torch.cat([context.new_full((size,), -1), query_block])
     anchor = anchors.repeat_interleave(k, dim=1).unsqueeze(-1)
-    mask = visible(anchor, query_block.view(1, -1, 1), key_position, key_block)
+    begin = 0 if first is None else first.repeat_interleave(k, dim=1).unsqueeze(-1)
+    mask = visible(anchor, query_block.view(1, -1, 1), key_position, key_block, begin)
     real = (key_block >= 0) | (key_position < lengths.view(batch, 1, 1))
     return (mask & real).unsqueeze(1)
 
@@ -133,4 +156,53 @@ def build_blocks(records: list[HiddenRecord], anchors: list[Tensor], block_size:
         # Cumulative: after the first slot that does not count, none does.
         slot_mask=counted.long().cumprod(-1).bool(),
         attention=attention_mask(where, lengths, size, block_size),
+        first=torch.zeros_like(where),
+        context_positions=torch.arange(size).expand(batch, -1),
+    )
+
+
+def pack_blocks(records: list[HiddenRecord], anchors: list[Tensor], block_size: int) -> Blocks:
+    """One row of all documents behind one another, without padding.
+
+    Each is cut behind its last block: what lies there nobody sees. Blocks see their own document
+    only, and positions begin anew in each, so that packed, padded and alone give the same rows.
+    """
+    kept = [
+        min(len(r), int(a.max()) + block_size + 1) if len(a) else 0
+        for r, a in zip(records, anchors, strict=True)
+    ]
+    if not any(kept):
+        return build_blocks(records, anchors, block_size)
+    begins = [sum(kept[:i]) for i in range(len(kept))]
+
+    def joined(name: str) -> Tensor:
+        parts = [getattr(r, name)[:n] for r, n in zip(records, kept, strict=True)]
+        return torch.cat(parts).unsqueeze(0)
+
+    each = [a + b for a, b in zip(anchors, begins, strict=True)]
+    where, size = torch.cat(each), sum(kept)
+    first = torch.cat([torch.full_like(a, b) for a, b in zip(anchors, begins, strict=True)])
+    ids = joined("ids").long()
+    source = (where.unsqueeze(-1) + torch.arange(block_size)).clamp(max=size - 1)
+    label_at = (source + 1).clamp(max=size - 1)
+    counted = [
+        counted_slots(r.loss_mask, a, block_size) for r, a in zip(records, anchors, strict=True)
+    ]
+    return Blocks(
+        taps=joined("taps"),
+        final=joined("final"),
+        log_z=joined("log_z"),
+        greedy=joined("greedy").long(),
+        ids=ids,
+        anchors=where.unsqueeze(0),
+        keep=torch.ones(1, len(where), dtype=torch.bool),
+        labels=ids[0][label_at].unsqueeze(0),
+        previous=ids[0][source].unsqueeze(0),
+        source=source.unsqueeze(0),
+        slot_mask=torch.cat(counted).unsqueeze(0),
+        attention=attention_mask(
+            where.unsqueeze(0), torch.tensor([size]), size, block_size, first.unsqueeze(0)
+        ),
+        first=first.unsqueeze(0),
+        context_positions=torch.cat([torch.arange(n) for n in kept]).unsqueeze(0),
     )

@@ -7,12 +7,22 @@ one would have seen. Records of similar length share a batch, which keeps paddin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from dspark.errors import TrainingError
 from dspark.hidden.record import HiddenRecord
-from dspark.training.anchors import Blocks, build_blocks, eligible, sample_anchors
+from dspark.training.anchors import (
+    Blocks,
+    build_blocks,
+    counted_slots,
+    eligible,
+    pack_blocks,
+    sample_anchors,
+)
 
 WINDOW = 8  # batches whose records are sorted by length together
 
@@ -80,8 +90,104 @@ def require_normed(records: Sequence[HiddenRecord]) -> None:
             )
 
 
+class Order:
+    """Which rows micro-batch ``number`` of the whole run has: a function of seed and number.
+
+    With ``lengths``, rows of similar length share a batch; without, batches are cut as shuffled.
+    """
+
+    def __init__(
+        self, rows: int, lengths: Sequence[int] | None, *, batch_size: int, seed: int
+    ) -> None:
+        self.rows, self.lengths = rows, lengths
+        self.batch_size, self.seed = batch_size, seed
+        self.per_epoch = -(-rows // batch_size)
+        self._epoch = -1
+        self._batches: list[list[int]] = []
+
+    def at(self, number: int) -> list[int]:
+        """Indices of the rows of micro-batch ``number`` (0-based)."""
+        epoch, index = divmod(number, self.per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._batches = epoch, self._epoch_order(epoch)
+        return self._batches[index]
+
+    def _epoch_order(self, epoch: int) -> list[list[int]]:
+        """Shuffle, sort inside windows, cut into batches, shuffle the batches."""
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) & 0xFFFFFFFF)
+        shuffled = torch.randperm(self.rows, generator=generator).tolist()
+        batches = []
+        window = self.batch_size * WINDOW
+        for start in range(0, len(shuffled), window):
+            part = shuffled[start : start + window]
+            if self.lengths is not None:
+                part = sorted(part, key=self.lengths.__getitem__)
+            batches += [part[i : i + self.batch_size] for i in range(0, len(part), self.batch_size)]
+        return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Records with their sampled anchors, before anything is padded or copied."""
+
+    number: int
+    records: list[HiddenRecord]
+    anchors: list[Tensor]
+    block_size: int
+    packed: bool = False
+
+    @staticmethod
+    def sample(
+        number: int,
+        records: list[HiddenRecord],
+        *,
+        num_anchors: int,
+        block_size: int,
+        seed: int,
+        packed: bool = False,
+    ) -> MicroBatch:
+        """Anchors of micro-batch ``number``: a function of seed, number and loss masks."""
+        generator = torch.Generator().manual_seed((seed * 7_368_787 + number) & 0xFFFFFFFF)
+        anchors = [sample_anchors(r.loss_mask, num_anchors, generator) for r in records]
+        return MicroBatch(number, records, anchors, block_size, packed)
+
+    @property
+    def ids(self) -> list[str]:
+        return [record.id for record in self.records]
+
+    def slot_counts(self) -> Tensor:
+        """How many blocks count at each slot, int64 [K]: all that the loss's denominator needs."""
+        counts = torch.zeros(self.block_size, dtype=torch.long)
+        for record, anchors in zip(self.records, self.anchors, strict=True):
+            counts += counted_slots(record.loss_mask, anchors, self.block_size).sum(0)
+        return counts
+
+    def blocks(self) -> Blocks:
+        if self.packed:
+            return pack_blocks(self.records, self.anchors, self.block_size)
+        return build_blocks(self.records, self.anchors, self.block_size)
+
+
+class Plan(Protocol):
+    """Where a trainer's micro-batches come from. ``number`` counts them over the whole run."""
+
+    @property
+    def per_epoch(self) -> int: ...
+
+    def begin(self, first: int, last: int) -> None:
+        """Numbers ``first`` to ``last`` (exclusive) will be wanted, in order."""
+
+    def micro_batch(self, number: int) -> MicroBatch: ...
+
+    def release(self, number: int) -> None:
+        """Its gradient is in the optimiser."""
+
+    def status(self) -> dict[str, float]:
+        """Figures for the log."""
+
+
 class BatchPlan:
-    """The order of batches; ``batch(n)`` is the n-th micro-batch of the whole run."""
+    """Micro-batches of records that are all here; ``batch(n)`` is the n-th of the whole run."""
 
     def __init__(
         self,
@@ -91,33 +197,38 @@ class BatchPlan:
         num_anchors: int,
         block_size: int,
         seed: int,
+        by_length: bool = True,
+        packed: bool = False,
     ) -> None:
         self.records = [r for r in records if len(eligible(r.loss_mask))]
-        self.batch_size = batch_size
-        self.num_anchors = num_anchors
-        self.block_size = block_size
-        self.seed = seed
-        self.per_epoch = -(-len(self.records) // batch_size)
-        self._epoch = -1
-        self._order: list[list[int]] = []
+        self.num_anchors, self.block_size = num_anchors, block_size
+        self.seed, self.packed = seed, packed
+        lengths = [len(r) for r in self.records] if by_length else None
+        self.order = Order(len(self.records), lengths, batch_size=batch_size, seed=seed)
 
-    def _epoch_order(self, epoch: int) -> list[list[int]]:
-        """Shuffle, sort inside windows, cut into batches, shuffle the batches."""
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) & 0xFFFFFFFF)
-        shuffled = torch.randperm(len(self.records), generator=generator).tolist()
-        batches = []
-        window = self.batch_size * WINDOW
-        for start in range(0, len(shuffled), window):
-            part = sorted(shuffled[start : start + window], key=lambda i: len(self.records[i]))
-            batches += [part[i : i + self.batch_size] for i in range(0, len(part), self.batch_size)]
-        return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+    @property
+    def per_epoch(self) -> int:
+        return self.order.per_epoch
+
+    def begin(self, first: int, last: int) -> None:
+        """Everything is here already."""
+
+    def micro_batch(self, number: int) -> MicroBatch:
+        return MicroBatch.sample(
+            number,
+            [self.records[i] for i in self.order.at(number)],
+            num_anchors=self.num_anchors,
+            block_size=self.block_size,
+            seed=self.seed,
+            packed=self.packed,
+        )
 
     def batch(self, number: int) -> Blocks:
         """Micro-batch ``number`` (0-based) with freshly sampled anchors."""
-        epoch, index = divmod(number, self.per_epoch)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._epoch_order(epoch)
-        chosen = [self.records[i] for i in self._order[index]]
-        generator = torch.Generator().manual_seed((self.seed * 7_368_787 + number) & 0xFFFFFFFF)
-        anchors = [sample_anchors(r.loss_mask, self.num_anchors, generator) for r in chosen]
-        return build_blocks(chosen, anchors, self.block_size)
+        return self.micro_batch(number).blocks()
+
+    def release(self, number: int) -> None:
+        """Records stay for the next epoch."""
+
+    def status(self) -> dict[str, float]:
+        return {}

@@ -46,13 +46,28 @@ class RowStats:
         return (1 - self.l1 / 2).clamp(0, 1)
 
 
-def _target_probs(t: Tensor, log_z: Tensor | None, head: Tensor) -> tuple[Tensor, Tensor]:
-    """p over the support [R, V'] and the target mass outside it [R]."""
-    logits = t @ head.T
+def _targets(
+    t: Tensor, log_z: Tensor | None, head: Tensor, source: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """p over the support [R, V'], the target mass outside it [R] and argmax p [R, 1].
+
+    Rows of one ``source`` that lie together have one distribution, which is computed once: blocks
+    overlap, and with many anchors most slots ask for a position that another block asks for too.
+    """
+    distinct, back, sizes = torch.unique_consecutive(
+        source, return_inverse=True, return_counts=True
+    )
+    again = len(distinct) < len(source)
+    first = sizes.cumsum(0) - sizes
+    p = (t[first] if again else t) @ head.T
     if log_z is None:
-        return torch.softmax(logits, -1), logits.new_zeros(len(t))
-    p = torch.exp(logits - log_z.unsqueeze(-1))
-    return p, (1 - p.sum(-1)).clamp_min(0)
+        p = torch.softmax(p, -1)
+        outside = p.new_zeros(len(p))
+    else:
+        p = p.sub_((log_z[first] if again else log_z).unsqueeze(-1)).exp_()
+        outside = (1 - p.sum(-1)).clamp_min(0)
+    choice = p.argmax(-1, keepdim=True)
+    return (p[back], outside[back], choice[back]) if again else (p, outside, choice)
 
 
 class FusedDraftLoss(torch.autograd.Function):
@@ -70,6 +85,7 @@ class FusedDraftLoss(torch.autograd.Function):
         labels: Tensor,
         ce_weight: Tensor,
         l1_weight: Tensor,
+        source: Tensor,
         chunk: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """h [R, H], m [R, r], w2 [V', r], head [V', H], t [R, H], labels [R] (-1: outside)."""
@@ -77,25 +93,31 @@ class FusedDraftLoss(torch.autograd.Function):
         ce, l1, agree = (h.new_empty(len(h)) for _ in range(3))
         for start in range(0, len(h), chunk):
             s = slice(start, start + chunk)
-            logits = torch.addmm(h[s] @ head.T, m[s], w2.T)
-            log_q = torch.log_softmax(logits, -1)
-            p, outside = _target_probs(t[s], None if log_z is None else log_z[s], head)
+            p, outside, choice = _targets(
+                t[s], None if log_z is None else log_z[s], head, source[s]
+            )
+            # Two tensors of [chunk, V'] are alive from here on, both changed in place.
+            log_q = torch.log_softmax(torch.addmm(h[s] @ head.T, m[s], w2.T), -1)
             inside = labels[s] >= 0
             picked = labels[s].clamp_min(0).unsqueeze(-1)
             ce[s] = torch.where(inside, -log_q.gather(-1, picked).squeeze(-1), 0.0)
-            agree[s] = (logits.argmax(-1) == p.argmax(-1)).to(h.dtype)
+            agree[s] = (log_q.gather(-1, choice).squeeze(-1) >= log_q.amax(-1)).to(h.dtype)
             q = log_q.exp_()
-            difference = q - p
+            difference = torch.sub(q, p, out=p)
+            # Not linalg.vector_norm: its sums over a large vocabulary are off by 4e-5.
             l1[s] = difference.abs().sum(-1) + outside
             # d L1 / d logits = q * (sign(q - p) - sum_v q_v sign_v); d CE / d logits = q - onehot.
             sign = difference.sign_()
-            grad = sign.sub_((q * sign).sum(-1, keepdim=True)).mul_(q)
-            grad.mul_(l1_weight[s].unsqueeze(-1))
+            mean = torch.linalg.vecdot(q, sign).unsqueeze(-1)
             weight = torch.where(inside, ce_weight[s], 0.0).unsqueeze(-1)
-            grad.add_(q.mul_(weight)).scatter_add_(-1, picked, -weight)
+            share = l1_weight[s].unsqueeze(-1)
+            grad = sign.mul_(share).add_(weight - share * mean).mul_(q)
+            grad.scatter_add_(-1, picked, -weight)
             grad_h[s] = grad @ head
             grad_m[s] = grad @ w2
             grad_w2.addmm_(grad.T, m[s])
+            # Or the next chunk would begin beside the tensors of this one.
+            del p, log_q, q, difference, sign, grad
         ctx.save_for_backward(grad_h, grad_m, grad_w2)
         ctx.mark_non_differentiable(ce, l1, agree)
         loss = (ce * ce_weight).sum() + (l1 * l1_weight).sum()
@@ -105,12 +127,16 @@ class FusedDraftLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_h, grad_m, grad_w2 = ctx.saved_tensors
         scale = grads[0]
-        return (grad_h * scale, grad_m * scale, grad_w2 * scale, *(None,) * 7)
+        return (grad_h * scale, grad_m * scale, grad_w2 * scale, *(None,) * 8)
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Supervised rows only, flattened. R rows, H hidden, r Markov rank, V' support size."""
+    """Supervised rows only, flattened. R rows, H hidden, r Markov rank, V' support size.
+
+    ``source`` [R] tells which rows have the same ``t`` and ``log_z``; those that are neighbours
+    share the work. None: no two of them.
+    """
 
     h: Tensor
     m: Tensor
@@ -119,6 +145,7 @@ class LossInputs:
     labels: Tensor
     weight: Tensor
     confidence: Tensor
+    source: Tensor | None = None
 
 
 def draft_loss(
@@ -137,6 +164,9 @@ def draft_loss(
     only; that makes 1 x N accumulation equal N x 1 exactly.
     """
     ce_c, l1_c, conf_c = coefficients
+    source = rows.source
+    if source is None:
+        source = torch.arange(len(rows.h), device=rows.h.device)
     weight = (rows.weight / denominator).to(rows.h.dtype)
     fused, ce, l1, agree = FusedDraftLoss.apply(  # type: ignore[no-untyped-call]
         rows.h,
@@ -148,6 +178,7 @@ def draft_loss(
         rows.labels,
         weight * ce_c,
         weight * l1_c,
+        source,
         chunk,
     )
     stats = RowStats(ce, l1, agree, (rows.labels >= 0).to(ce.dtype))

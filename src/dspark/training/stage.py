@@ -19,14 +19,17 @@ from dspark.config.architecture import DraftConfig
 from dspark.config.recipe import TrainSection
 from dspark.errors import TrainingError
 from dspark.hidden.record import HiddenRecord
+from dspark.hidden.rows import Row
 from dspark.model.draft import DSparkDraft
 from dspark.model.init import initialise
 from dspark.model.support import clear_spare_rank, fold_support
 from dspark.training.batches import split_validation
 from dspark.training.contextstart import warm_start_context
+from dspark.training.parallel import Solo
 from dspark.training.selftest import Agreement, require_sound_states
-from dspark.training.trainer import OnStep, Trainer
-from dspark.training.warmstart import choose_support, continue_from, warm_start_markov
+from dspark.training.streamed import StreamPlan
+from dspark.training.trainer import Decode, OnStep, Trainer
+from dspark.training.warmstart import Spoken, choose_support, continue_from, warm_start_markov
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,56 @@ class TrainedDraft:
     parameters: int
 
 
+@dataclass(frozen=True)
+class AnswerTokens:
+    """An answer whose states are still to come: ids [S] and loss mask [S]."""
+
+    ids: Tensor
+    loss_mask: Tensor
+
+    @staticmethod
+    def of(row: Row) -> AnswerTokens:
+        mask = torch.tensor(row.mask, dtype=torch.uint8)
+        return AnswerTokens(torch.tensor(row.ids, dtype=torch.int32), mask)
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What a run looks at before its first step, states normed.
+
+    ``tested`` proves the states; ``fitted`` starts are fitted on, ``counted`` tokens counted in;
+    ``judged`` is held back from all of them. ``trained`` are the records a plan is made of (with
+    ``judged`` among them), or only ``judged`` when a stream brings the rest.
+    """
+
+    tested: Sequence[HiddenRecord]
+    fitted: Sequence[HiddenRecord]
+    counted: Sequence[Spoken]
+    judged: Sequence[HiddenRecord]
+    trained: Sequence[HiddenRecord]
+
+
+def look_at_records(records: Sequence[HiddenRecord], target: TargetParts) -> Looked:
+    """All states are here."""
+    normed = [_after_norm(record, target) for record in records]
+    # Nothing that is fitted may see the answers the draft is judged on.
+    fitted, judged = split_validation(normed)
+    return Looked(records, fitted, fitted, judged, normed)
+
+
+def look_at_stream(plan: StreamPlan, target: TargetParts) -> Looked:
+    """Ask a stream for a few rows; tokens of cached answers are known without their states."""
+    held, warm = plan.take_held(), plan.take_warm()
+    normed = [_after_norm(record, target) for record in warm]
+    judged = [_after_norm(record, target) for record in held]
+    known = [AnswerTokens.of(row) for row in plan.rows if not row.new_tokens]
+    return Looked([*warm, *held], normed, known or normed, judged, judged)
+
+
 def train_draft(
     config: DraftConfig,
     target: TargetParts,
-    records: Sequence[HiddenRecord],
+    records: Sequence[HiddenRecord] | StreamPlan,
     section: TrainSection,
     folder: Path,
     *,
@@ -60,46 +109,88 @@ def train_draft(
     start: DSparkDraft | None = None,
     on_step: OnStep = lambda *_: None,
     on_note: Callable[[str], None] = lambda _: None,
+    group: Solo | None = None,
+    decode: Decode | None = None,
 ) -> TrainedDraft:
     """Train one draft; resumes from ``folder`` when a training state lies there.
 
-    ``start`` is a finished draft of the same sizes whose weights are the first ones.
+    ``records`` are all here, or an opened stream brings them. ``start`` is a finished draft of the
+    same sizes whose weights are the first ones.
 
     Raises:
         TrainingError: records or ``start`` do not fit, or the loss became non-finite.
         SelfTestError: the states are not the target's.
+        StreamError: a stage of the stream stands still.
     """
-    _require_layers(config, records)
-    agreement = require_sound_states(records, target.head, target.norm)
+    plan = records if isinstance(records, StreamPlan) else None
+    if isinstance(records, StreamPlan):
+        records.normed = lambda record: _after_norm(record, target)
+        looked = look_at_stream(records, target)
+    else:
+        looked = look_at_records(records, target)
+    _require_layers(config, looked.tested)
+    agreement = require_sound_states(looked.tested, target.head, target.norm)
     on_note(
         f"self-test: states {agreement.states:.2%} of {agreement.states_positions}, "
         f"order {agreement.order:.2%} of {agreement.order_positions} positions"
     )
-    records = [_after_norm(record, target) for record in records]
     draft = initialise(DSparkDraft(config), target.embedding, section.seed)
-    # Nothing that is fitted may see the answers the draft is judged on.
-    fitted, judged = split_validation(records)
-    support = None
-    if start is not None:
-        support = continue_from(draft, start, vocabulary_size)
-    elif vocabulary_size is not None:
-        support = choose_support(fitted, config.vocab_size, vocabulary_size)
-    if support is not None:
-        clear_spare_rank(draft)
-        covered = support_coverage(judged, support)
-        on_note(f"draft vocabulary: {len(support)} tokens, {covered:.2%} of held-back answers")
-    if section.warm_start.markov:
-        warm_start_markov(draft, fitted, support)
-    if section.warm_start.context:
-        warm_start_context(draft, fitted, section.seed)
+    support = _start(draft, looked, section, vocabulary_size, start, on_note)
     draft = draft.to(target.head.device)
-    trainer = Trainer(draft, target.head, records, section, folder, support)
+    trainer = Trainer(
+        draft,
+        target.head,
+        looked.trained,
+        section,
+        folder,
+        support,
+        plan=plan,
+        group=group,
+        decode=None if decode is None else folded(decode, support),
+    )
     history = trainer.run(on_step)
+    draft = trainer.finished()
     if support is not None:
         fold_support(draft, support)
     trainable = sum(p.numel() for p in draft.parameters() if p.requires_grad)
     size = config.vocab_size if support is None else len(support)
     return TrainedDraft(draft.eval(), history, agreement, size, trainable)
+
+
+def folded(decode: Decode, support: Tensor | None) -> Decode:
+    """``decode`` of drafts as they are written: with their vocabulary in the spare rank."""
+
+    def run(draft: DSparkDraft) -> float:
+        if support is not None:
+            fold_support(draft, support)
+        return decode(draft)
+
+    return run
+
+
+def _start(
+    draft: DSparkDraft,
+    looked: Looked,
+    section: TrainSection,
+    vocabulary_size: int | None,
+    start: DSparkDraft | None,
+    on_note: Callable[[str], None],
+) -> Tensor | None:
+    """First weights of ``draft``, and the ids of its vocabulary."""
+    support = None
+    if start is not None:
+        support = continue_from(draft, start, vocabulary_size)
+    elif vocabulary_size is not None:
+        support = choose_support(looked.counted, draft.config.vocab_size, vocabulary_size)
+    if support is not None:
+        clear_spare_rank(draft)
+        covered = support_coverage(looked.judged, support)
+        on_note(f"draft vocabulary: {len(support)} tokens, {covered:.2%} of held-back answers")
+    if section.warm_start.markov:
+        warm_start_markov(draft, looked.counted, support)
+    if section.warm_start.context:
+        warm_start_context(draft, looked.fitted, section.seed)
+    return support
 
 
 def _require_layers(config: DraftConfig, records: Sequence[HiddenRecord]) -> None:

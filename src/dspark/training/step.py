@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from dspark.model.draft import DSparkDraft
+from dspark.model.draft import DraftLayer, DSparkDraft
 from dspark.training.anchors import Blocks
 from dspark.training.loss import LossInputs, RowStats, draft_loss, slot_weights
+
+SHARDED_STEP = "sharded_step"
 
 
 @dataclass(frozen=True)
@@ -48,26 +51,72 @@ class StepOutput:
     slots: Tensor
 
 
+def weight_of(counts: Tensor, decay: float) -> float:
+    """Sum of slot weights over blocks counted per slot, int64 [K]: the loss's denominator."""
+    return float(counts.double() @ slot_weights(len(counts), decay).double())
+
+
 def window_weight(batches: list[Blocks], decay: float) -> float:
-    """Sum of slot weights over an accumulation window: the loss's denominator."""
-    total = 0.0
-    for blocks in batches:
-        per_slot = blocks.slot_mask.sum((0, 1)).double()
-        total += float(per_slot @ slot_weights(len(per_slot), decay).double())
-    return total
+    """:func:`weight_of` all slots of an accumulation window."""
+    return sum(weight_of(blocks.slot_mask.sum((0, 1)), decay) for blocks in batches)
 
 
-def block_states(draft: DSparkDraft, blocks: Blocks) -> Tensor:
+def layer_step(
+    layer: DraftLayer,
+    x: Tensor,
+    rotation: Tensor,
+    context: Tensor,
+    context_rotation: Tensor,
+    mask: Tensor,
+) -> Tensor:
+    """One layer in the training layout: its own context rows [B, S, row], then its block rows.
+
+    All that a layer's weights are needed for is in here, which is what sharding gathers and
+    activation checkpointing computes again.
+    """
+    rows = layer.self_attn.rows(context, context_rotation)
+    return layer.forward(x, rotation, rows, mask)
+
+
+def run_layer(layer: DraftLayer, save_memory: bool, *args: Tensor) -> Tensor:
+    """:func:`layer_step`; with ``save_memory`` its activations are made again going backward."""
+    # A sharded layer brings its own, which gathers its weights first.
+    step = getattr(layer, SHARDED_STEP, None)
+    if step is not None:
+        out: Tensor = step(save_memory, *args)
+        return out
+    return checked_layer_step(layer, save_memory, *args)
+
+
+def checked_layer_step(layer: DraftLayer, save_memory: bool, *args: Tensor) -> Tensor:
+    if save_memory and torch.is_grad_enabled():
+        again: Tensor = checkpoint(layer_step, layer, *args, use_reentrant=False)
+        return again
+    return layer_step(layer, *args)
+
+
+def block_states(draft: DSparkDraft, blocks: Blocks, *, save_memory: bool = False) -> Tensor:
     """Backbone states [B, A, K, H] of every block in the training layout."""
-    batch, size = blocks.ids.shape
     anchor_ids = blocks.ids.gather(1, blocks.anchors)
-    positions = torch.arange(size, device=blocks.ids.device).expand(batch, -1)
-    context = draft.context(blocks.taps.to(draft.context_norm.weight.dtype))
-    rows = draft.context_rows(context, positions)
-    flat = draft.backbone(
-        draft.block_ids(anchor_ids).flatten(1), blocks.positions, rows, blocks.attention
-    )
+    dtype = draft.context_norm.weight.dtype
+    context = draft.context(blocks.taps.to(dtype))
+    context_rotation = draft.rotation(blocks.context_positions)
+    rotation = draft.rotation(blocks.positions)
+    x: Tensor = draft.embed_tokens(draft.block_ids(anchor_ids).flatten(1)).to(dtype)
+    for layer in draft.draft_layers:
+        x = run_layer(layer, save_memory, x, rotation, context, context_rotation, blocks.attention)
+    flat: Tensor = draft.final_norm(x)
     return flat.view(*blocks.labels.shape, flat.shape[-1])
+
+
+def _by_source(blocks: Blocks) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
+    """Indices (record, anchor, slot) of rows that count, those of one target position together;
+    that position's number; and what brings such rows back into the mask's own order."""
+    where = blocks.slot_mask.nonzero(as_tuple=True)
+    position = where[0] * blocks.ids.shape[1] + blocks.source[where]
+    order = torch.argsort(position, stable=True)
+    batch, anchor, slot = (index[order] for index in where)
+    return (batch, anchor, slot), position[order], torch.argsort(order)
 
 
 def training_step(
@@ -80,34 +129,37 @@ def training_step(
     denominator: Tensor | float,
     chunk: int,
     detach_confidence: bool = False,
+    save_memory: bool = False,
 ) -> StepOutput:
     """Loss terms of one micro-batch; call under autocast for bf16 (the loss itself stays fp32)."""
-    h = block_states(draft, blocks)
+    h = block_states(draft, blocks, save_memory=save_memory)
     m, e = draft.markov_head.block(blocks.previous, h)
     mask = blocks.slot_mask
-    h_rows, e_rows = h[mask], e[mask]
+    where, position, back = _by_source(blocks)
+    h_rows, e_rows = h[where], e[where]
     if detach_confidence:
         confidence = draft.confidence_head(h_rows.detach(), e_rows.detach())
     else:
         confidence = draft.confidence_head(h_rows, e_rows)
-    batch_rows = torch.arange(len(mask), device=mask.device).view(-1, 1, 1).expand_as(mask)[mask]
-    source = blocks.source[mask]
-    labels = blocks.labels[mask]
+    batch_rows, _, slots = where
+    source = blocks.source[where]
+    labels = blocks.labels[where]
     w2 = draft.markov_head.markov_w2.weight
     if vocabulary.support is not None and vocabulary.index is not None:
         w2, labels = w2[vocabulary.support], vocabulary.index[labels]
     dtype = vocabulary.head.dtype
-    weights = slot_weights(mask.shape[-1], decay).to(mask.device).expand(mask.shape)[mask]
+    weights = slot_weights(mask.shape[-1], decay).to(mask.device)[slots]
     with torch.autocast(mask.device.type, enabled=False):
         terms, stats = draft_loss(
             LossInputs(
                 h=h_rows.to(dtype),
-                m=m[mask].to(dtype),
+                m=m[where].to(dtype),
                 t=blocks.final[batch_rows, source].to(dtype),
                 log_z=None if vocabulary.support is None else blocks.log_z[batch_rows, source],
                 labels=labels,
                 weight=weights,
                 confidence=confidence,
+                source=position,
             ),
             vocabulary.head,
             w2.to(dtype),
@@ -120,5 +172,5 @@ def training_step(
         choice = blocks.greedy[batch_rows, source]
         reachable = (choice >= 0) & (vocabulary.index[choice.clamp_min(0)] >= 0)
         stats = replace(stats, agree=stats.agree * reachable)
-    slots = torch.arange(mask.shape[-1], device=mask.device).expand(mask.shape)[mask]
-    return StepOutput(terms, stats, confidence.detach().float(), slots)
+    stats = RowStats(*(value[back] for value in vars(stats).values()))
+    return StepOutput(terms, stats, confidence.detach().float()[back], slots[back])

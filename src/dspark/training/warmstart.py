@@ -8,20 +8,31 @@ gives the draft a bigram model in a second or two, and the optimiser starts from
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dspark.config.resolve import differences
 from dspark.errors import TrainingError
-from dspark.hidden.record import HiddenRecord
 from dspark.model.draft import DSparkDraft
 from dspark.model.support import read_support
+
+
+class Spoken(Protocol):
+    """What is counted of a record or an answer: ids [S] and loss mask [S]."""
+
+    @property
+    def ids(self) -> Tensor: ...
+
+    @property
+    def loss_mask(self) -> Tensor: ...
+
 
 MAX_COUNTED = 8192  # tokens of the dense count matrix (256 MiB in fp32)
 
 
-def choose_support(records: Iterable[HiddenRecord], vocab_size: int, size: int) -> Tensor:
+def choose_support(records: Iterable[Spoken], vocab_size: int, size: int) -> Tensor:
     """The ``size`` most frequent answer tokens, ascending ids; ties go to the lower id."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for record in records:
@@ -31,7 +42,7 @@ def choose_support(records: Iterable[HiddenRecord], vocab_size: int, size: int) 
     return order[: min(size, vocab_size)].sort().values
 
 
-def bigram_counts(records: Iterable[HiddenRecord], support: Tensor, vocab_size: int) -> Tensor:
+def bigram_counts(records: Iterable[Spoken], support: Tensor, vocab_size: int) -> Tensor:
     """Counts [V', V'] fp32 of answer bigrams whose both tokens are in ``support``."""
     index = torch.full((vocab_size,), -1, dtype=torch.long)
     index[support] = torch.arange(len(support))
@@ -105,7 +116,7 @@ def _is_rounded(stored: Tensor, exact: Tensor) -> bool:
 
 
 def warm_start_markov(
-    draft: DSparkDraft, records: Sequence[HiddenRecord], support: Tensor | None
+    draft: DSparkDraft, records: Sequence[Spoken], support: Tensor | None
 ) -> None:
     """Overwrite a vanilla Markov head with the answers' bigrams (spare rank untouched)."""
     head = draft.markov_head

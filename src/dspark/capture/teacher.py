@@ -1,0 +1,148 @@
+"""A teacher: a target that makes the hidden states a trainer asks for, while it trains.
+
+Two kinds of rows. An answer that is cached already is *replayed* by prefill, several times faster
+than it was written (off-policy prefill distillation). A prompt is *answered* first and then
+replayed, so that the text is the target's own of this moment. What comes out is the same record.
+
+Anything with :class:`GroupMaker`'s two members is a teacher: this file's embedded target, or an
+engine on other machines behind an object that asks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from dspark.capture.embedded import replay_group
+from dspark.decoding.params import SamplingParams
+from dspark.decoding.request import AnswerEngine, GenerationRequest, GenerationResult
+from dspark.errors import DSparkError, StreamError
+from dspark.hidden.answers import Answer
+from dspark.hidden.record import HiddenRecord
+from dspark.hidden.rows import Row, Teaching
+from dspark.hidden.writer import TeacherLink
+from dspark.model.target import Target
+
+
+class GroupMaker(Protocol):
+    """Makes the records of a group, in the order of its rows; a function of the rows alone."""
+
+    @property
+    def teaching(self) -> Teaching: ...
+
+    def make(self, rows: Sequence[Row]) -> Iterator[HiddenRecord]: ...
+
+
+class EmbeddedMaker:
+    """Our own target. ``engine`` answers prompts (None: replay only); ``target_hash`` names it.
+
+    An answer that was cut at its last token is not trained on unless ``keep_truncated``: its record
+    comes with an empty loss mask, so that every row that was asked for is delivered.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        target_hash: str,
+        *,
+        batch_tokens: int,
+        dtype: torch.dtype,
+        engine: AnswerEngine | None = None,
+        keep_truncated: bool = True,
+    ) -> None:
+        self.target, self.engine = target, engine
+        self.batch_tokens, self.dtype = batch_tokens, dtype
+        self.keep_truncated = keep_truncated
+        self.teaching = Teaching(
+            layer_ids=target.layer_ids,
+            stream="residual",
+            norm_state="post",
+            hidden=target.head_weight().shape[1],
+            vocabulary=target.vocab_size,
+            target=target_hash,
+        )
+
+    def make(self, rows: Sequence[Row]) -> Iterator[HiddenRecord]:
+        """Raises StreamError: a prompt for a teacher that only replays."""
+        asked = [row for row in rows if row.new_tokens]
+        cut: set[str] = set()
+        answers = {row.id: _answer(row) for row in rows if not row.new_tokens}
+        if asked:
+            for row, result in zip(asked, self._answered(asked), strict=True):
+                answers[row.id] = _answer(row, result)
+                if result.finish_reason == "length" and not self.keep_truncated:
+                    cut.add(row.id)
+        records = replay_group(
+            self.target,
+            [answers[row.id] for row in rows],
+            batch_tokens=self.batch_tokens,
+            dtype=self.dtype,
+        )
+        for record in records:
+            if record.id in cut:
+                record = replace(record, loss_mask=torch.zeros_like(record.loss_mask))
+            yield record
+
+    def _answered(self, rows: Sequence[Row]) -> list[GenerationResult]:
+        if self.engine is None:
+            raise StreamError(
+                expected="cached answers",
+                found="prompts",
+                where="stage: teacher",
+                fix="Start the teacher with train.mode online.",
+            )
+        done: dict[str, GenerationResult] = {}
+        requests = [
+            GenerationRequest(
+                row.id,
+                row.ids,
+                SamplingParams(
+                    temperature=row.temperature,
+                    top_p=row.top_p,
+                    seed=row.seed,
+                    max_new_tokens=row.new_tokens,
+                ),
+            )
+            for row in rows
+        ]
+        self.engine.run(requests, lambda result: done.update({result.id: result}), lambda _: None)
+        return [done[row.id] for row in rows]
+
+
+def _answer(row: Row, result: GenerationResult | None = None) -> Answer:
+    new = () if result is None else result.ids
+    mask = (*row.mask, *(1,) * len(new))
+    return Answer(
+        id=row.id,
+        category=row.category,
+        temperature=row.temperature,
+        prompt_length=row.prompt_length,
+        finish_reason="stop" if result is None else result.finish_reason,
+        ids=row.ids + new,
+        loss_mask=tuple(1 if m else 0 for m in mask),
+    )
+
+
+def teach(
+    link: TeacherLink, maker: GroupMaker, on_rows: Callable[[int], None] = lambda _: None
+) -> int:
+    """Serve until every trainer has finished; return the number of records sent.
+
+    A group that cannot be made is refused to its trainer, which asks another teacher.
+
+    Raises:
+        StreamError: refused, or no trainer is alive any more.
+    """
+    while (work := link.next()) is not None:
+        try:
+            for index, record in enumerate(maker.make(work.rows)):
+                if not link.wanted(work):
+                    break  # its trainer has restarted and will ask again
+                link.put(work, index, record)
+                on_rows(1)
+        except DSparkError as error:
+            link.refuse(work, str(error))
+    return link.records
