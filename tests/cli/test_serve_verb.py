@@ -28,6 +28,8 @@ from dspark.cli.banner import show_probe
 from dspark.cli.console import Screen
 from dspark.cli.embedded import probe
 from dspark.cli.main import entry
+from dspark.cli.serve import served_draft
+from dspark.cli.speculation import engine_options, read_speculation
 
 LIMITS = ("--max-model-len", "256", "--max-num-seqs", "4")
 
@@ -90,7 +92,7 @@ def process(made_pair: tuple[Path, Path]) -> Iterator[Process]:
 def test_the_banner_says_what_was_detected_and_what_is_not_used(process: Process) -> None:
     for expected in (
         "4 layers, float32 on cpu", "k3, 1 layers, block 7", "[0, 1], residual after each",
-        "standard verification, probabilistic drafts of 4 tokens", "continuous batching, 4 answers",
+        "standard verification, probabilistic drafts of 4 tokens", "continuous, 4 answers",
         "calibration", "cost table", "context 256", "needed", "prefix cache on",
         "attention_backend: this engine has one attention", "trained with 7", "acceptance length",
         "nothing to compare with",
@@ -153,6 +155,22 @@ def test_the_plan_prints_memory_and_capacity_and_loads_nothing(
 
 
 @pytest.mark.parametrize(
+    ("config", "option", "scheduler"),
+    [
+        (None, None, "fixed"),
+        ('{"enable_adaptive_verification": true}', None, "sync"),
+        ('{"enable_adaptive_verification": true}', "async", "async"),
+        (None, "threshold", "threshold"),
+    ],
+)
+def test_adaptive_verification_is_algorithm_1_and_the_servers_own_option_wins(
+    made_pair: tuple[Path, Path], config: str | None, option: str | None, scheduler: str
+) -> None:
+    found = read_speculation(served_draft(made_pair[1]), config)
+    assert engine_options(4, 0.1, 7, found, option).scheduler == scheduler
+
+
+@pytest.mark.parametrize(
     ("config", "says"),
     [
         ("{", "JSON object"),
@@ -160,7 +178,6 @@ def test_the_plan_prints_memory_and_capacity_and_loads_nothing(
         ('{"method": "eagle"}', "method"),
         ('{"num_speculative_tokens": 9}', "7, the block"),
         ('{"rejection_sample_method": "synthetic"}', "standard or block"),
-        ('{"enable_adaptive_verification": true}', "every drafted token is verified"),
         ('{"draft_sample_method": "other"}', "greedy, probabilistic"),
     ],
 )

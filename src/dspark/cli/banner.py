@@ -14,6 +14,7 @@ from dspark.checkpoint.published import read_config
 from dspark.cli.serve_options import ServeOptions
 from dspark.cli.speculation import Speculation
 from dspark.doctor.findings import Check
+from dspark.engine.admission import Admission
 from dspark.engine.memory import bytes_per_token
 from dspark.server.service import Service
 
@@ -41,10 +42,12 @@ def facts(options: ServeOptions, service: Service, found: Speculation) -> list[t
         ("trained on", str(provenance.get("target", "unknown"))),
         ("modes", f"temperature 0: greedy; above: {made.verification} verification, "
          f"{made.draft_sample_method} drafts of {drafted} tokens"),
-        ("scheduler", f"continuous batching, {made.max_requests} answers, "
-         f"{made.max_batch_tokens} tokens a step; every drafted token is verified"),
-        ("calibration", "none in use: the confidence head decides nothing yet"),
-        ("cost table", "none: no request is decoded plainly to save time unless it asks for it"),
+        ("batching", f"continuous, {made.max_requests} answers, {made.max_batch_tokens} tokens a "
+         "step"),
+        ("scheduler", engine.banner.removeprefix("scheduler: ")),
+        ("calibration", _calibration(core.admission)),
+        ("cost table", "none: nothing is left out to save time" if core.admission.costs is None
+         else "of this machine and pair, refined while serving"),
         ("cache", f"{pool.count * pool.page_size:,} tokens in {pool.count:,} pages "
          f"({pool.count * pool.page_size * width / 2**20:.1f} MiB), prefix cache "
          f"{'on' if pool.share else 'off'}"),
@@ -55,6 +58,15 @@ def facts(options: ServeOptions, service: Service, found: Speculation) -> list[t
         ("API key", "needed" if options.api_keys else "none: everybody who reaches it may use it"),
         *(("not used", text) for text in found.unused),
     ]  # fmt: skip
+
+
+def _calibration(admission: Admission) -> str:
+    modes = admission.confidence.calibrations
+    if modes:
+        return ", ".join(f"{mode.rule} T={mode.temperature:g}" for mode in modes)
+    if admission.options.scheduler == "fixed":
+        return "not needed by this scheduler"
+    return "none: dspark calibrate DRAFT makes one; an estimator learns while serving"
 
 
 def draft_precision(engine: Engine) -> str:

@@ -227,6 +227,7 @@ def serve(
     max_num_seqs: told.MaxNumSeqs = 16,
     max_waiting: told.MaxWaiting = 64,
     cache_gib: told.CacheGiB = 1.0,
+    scheduler: told.SchedulerOption = None,
     speculative_config: told.SpeculativeConfig = None,
     served_model_name: told.ServedName = None,
     drain: told.Drain = 60,
@@ -243,6 +244,7 @@ def serve(
             "--max-model-len": max_model_len is not None, "--max-num-seqs": max_num_seqs != 16,
             "--speculative-config": speculative_config is not None,
             "--served-model-name": served_model_name is not None,
+            "--scheduler": scheduler is not None,
         }  # fmt: skip
         if given := [name for name, value in own.items() if value]:
             raise typer.BadParameter(f"for {engine}, put {', '.join(given)} behind --")
@@ -254,7 +256,8 @@ def serve(
         raise typer.BadParameter("arguments behind -- are for --engine vllm or atom")
     options = told.ServeOptions(
         checkpoint, target, host, port, tuple(api_key or ()), max_model_len, max_num_seqs,
-        max_waiting, cache_gib, speculative_config, served_model_name, drain, probe,
+        max_waiting, cache_gib, None if scheduler is None else scheduler.value, speculative_config,
+        served_model_name, drain, probe,
     )  # fmt: skip
     if plan:
         from dspark.cli.serve_plan import plan_embedded, show_plan

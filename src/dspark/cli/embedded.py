@@ -58,7 +58,9 @@ def serve_embedded(options: ServeOptions) -> None:
     served = served_draft(options.draft)
     found = read_speculation(served, options.speculative_config)
     config, _ = read_config(options.draft)
-    made = engine_options(options.max_num_seqs, options.cache_gib, config.block_size, found)
+    made = engine_options(
+        options.max_num_seqs, options.cache_gib, config.block_size, found, options.scheduler
+    )
     link = take_port(options.host, options.port)
     with screen.bar("loading target and draft", None), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UserWarning)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +31,24 @@ MaxModelLen = Annotated[
 MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Answers decoded together.")]
 MaxWaiting = Annotated[int, typer.Option(min=0, help="Answers that may wait; more get a 429.")]
 CacheGiB = Annotated[float, typer.Option(min=0.001, help="Memory for cached rows.")]
+
+
+class Scheduler(StrEnum):
+    """The engine's schedulers; see ``dspark.config.engine.EngineOptions``."""
+
+    fixed = "fixed"
+    threshold = "threshold"
+    sync = "sync"
+    async_ = "async"
+
+
+SchedulerOption = Annotated[
+    Scheduler | None,
+    typer.Option(
+        "--scheduler",
+        help="Which drafted tokens are verified: fixed all (default); sync and async what pays.",
+    ),
+]
 SpeculativeConfig = Annotated[
     str | None, typer.Option(metavar="JSON", help="vLLM's keys, as a JSON object.")
 ]
@@ -58,6 +77,7 @@ class ServeOptions:
     max_num_seqs: int = 16
     max_waiting: int = 64
     cache_gib: float = 1.0
+    scheduler: str | None = None
     speculative_config: str | None = None
     served_model_name: str | None = None
     drain: int = 60

@@ -80,7 +80,9 @@ def plan_embedded(options: ServeOptions) -> Capacity:
     if options.max_model_len is not None:
         section = section.model_copy(update={"max_context": options.max_model_len})
     sizes = read_sizes(section, find_target(section.source, section.revision))
-    engine = engine_options(options.max_num_seqs, options.cache_gib, config.block_size, found)
+    engine = engine_options(
+        options.max_num_seqs, options.cache_gib, config.block_size, found, options.scheduler
+    )
     return capacity(config, sizes, section.dtype, engine)
 
 

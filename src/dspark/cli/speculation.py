@@ -29,10 +29,13 @@ UNUSED = {
     "disable_eagle_block_drop": "not an EAGLE draft",
 }
 REFUSED = {
-    "enable_adaptive_verification": "every drafted token is verified",
     "num_speculative_tokens_per_batch_size": "the number of drafted tokens is fixed",
     "dspark_draft_topk": "a draft is truncated by the request's own top_k, top_p and min_p",
 }
+
+
+ADAPTIVE = "sync"
+"""The scheduler of ``enable_adaptive_verification``: the paper's Algorithm 1."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ def read_speculation(draft: Served, text: str | None) -> Speculation:
         options["draft_sample_method"] = given["draft_sample_method"]
     if options.get("draft_sample_method") == "greedy" and "verification" not in options:
         options["verification"] = "standard"
+    if given.get("enable_adaptive_verification"):
+        options["scheduler"] = ADAPTIVE
     if "num_speculative_tokens" in given:
         options["draft_tokens"] = int(given["num_speculative_tokens"])
     unused = tuple(f"{key}: {UNUSED[key]}" for key in given if key in UNUSED)
@@ -72,12 +77,13 @@ def read_speculation(draft: Served, text: str | None) -> Speculation:
 
 
 def engine_options(
-    max_num_seqs: int, cache_gib: float, block: int, found: Speculation
+    max_num_seqs: int, cache_gib: float, block: int, found: Speculation, scheduler: str | None
 ) -> EngineOptions:
-    """Options of the engine behind the server."""
+    """Options of the engine behind the server; ``scheduler`` wins over the speculative config."""
     budget = max(1024, max_num_seqs * (block + 1))
+    chosen = {**found.options, **({} if scheduler is None else {"scheduler": scheduler})}
     return EngineOptions(
-        max_requests=max_num_seqs, max_batch_tokens=budget, cache_gib=cache_gib, **found.options
+        max_requests=max_num_seqs, max_batch_tokens=budget, cache_gib=cache_gib, **chosen
     )
 
 
