@@ -159,7 +159,7 @@ def test_costs_are_measured_without_a_trace(pair: Pair) -> None:
     engine.admission.costs = table
     plain = run(pair.engine(draft=False), pair.prompts[:4], greedy())
     assert [c.ids for c in run(engine, pair.prompts[:4], greedy())] == [c.ids for c in plain]
-    assert table.observed > 5
+    assert table.observed > 0
     engine.submit(pair.prompts[0], greedy())
     with pytest.raises(DecodingError, match="in work"):
         measure_costs(engine)
