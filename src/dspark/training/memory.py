@@ -96,8 +96,8 @@ def activation_bytes(
     *,
     sharded: bool = False,
     fused: bool = False,
-) -> tuple[int, int]:
-    """(kept for the backward pass by all layers, what one layer has inside).
+) -> tuple[int, int, int]:
+    """(kept for the backward pass by all layers, what one layer has inside, its largest tensor).
 
     With ``checkpoint_activations`` only a layer's input is kept, and its inside is there again
     while it goes backward. ``fused``: attention kernels that keep no probabilities also
@@ -133,7 +133,7 @@ def activation_bytes(
     one = sum(layer.values())
     layers = config.num_hidden_layers
     kept = stream * layers if section.checkpoint_activations else (one + stream) * layers
-    return kept + sum(around.values()), one
+    return kept + sum(around.values()), one, max(layer.values())
 
 
 def rank_memory(
@@ -157,7 +157,7 @@ def rank_memory(
         gathered = (counts.root + 2 * counts.layer) * (BF16 if half else FP32)
         # Gradients of a window are kept whole until its last micro-batch reduces them.
         gathered += counts.trainable * FP32 if section.accumulate > ranks else 0
-    kept, one = activation_bytes(config, section, load, sharded=sharded, fused=fused)
+    kept, one, largest = activation_bytes(config, section, load, sharded=sharded, fused=fused)
     rows = load.batch * load.anchors * block
     slot = rows * hidden
     taps = load.batch * load.length * len(config.target_layer_ids) * config.target_hidden_size
@@ -169,9 +169,10 @@ def rank_memory(
     # Rows of h and t, the gradient of h; Markov rows and the gradient of W2.
     loss = 3 * slot * FP32 + 2 * rows * config.markov_rank * FP32
     loss += 2 * support * config.markov_rank * FP32
-    loss += LOSS_COPIES * chunk * support * FP32
-    # The loss is at its largest before any layer goes backward.
-    loss = max(loss, one) if section.checkpoint_activations else loss
+    # The loss is at its largest before any layer goes backward, which itself holds the gradients
+    # of its largest tensor going in and coming out.
+    layer = (one if section.checkpoint_activations else 0) + 2 * largest
+    loss += max(LOSS_COPIES * chunk * support * FP32, layer)
     gradients = per_rank * FP32
     if section.accumulate <= ranks:
         # The only micro-batch of a step: gradients come as activations go.
