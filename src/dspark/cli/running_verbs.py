@@ -1,0 +1,196 @@
+"""The verbs that run a draft beside its target, or compare what came of it.
+
+Like `dspark.cli.main`, this module imports neither torch nor transformers at its top.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dspark.cli import serve_options as told
+from dspark.cli.draft_verbs import Overrides
+
+verbs = typer.Typer()
+
+
+@verbs.command()
+def serve(
+    checkpoint: Annotated[Path, typer.Argument(metavar="DRAFT", help="A draft folder.")],
+    engine_args: told.EngineArgs = None,
+    engine: told.EngineName = "embedded",
+    target: told.Target = None,
+    host: told.Host = "127.0.0.1",
+    port: told.Port = 8000,
+    api_key: told.ApiKey = None,
+    max_model_len: told.MaxModelLen = None,
+    max_num_seqs: told.MaxNumSeqs = 16,
+    max_waiting: told.MaxWaiting = 64,
+    cache_gib: told.CacheGiB = 1.0,
+    scheduler: told.SchedulerOption = None,
+    speculative_config: told.SpeculativeConfig = None,
+    served_model_name: told.ServedName = None,
+    drain: told.Drain = 60,
+    probe: told.Probe = True,
+    plan: told.Plan = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Serve a draft and its target: OpenAI's API, metrics, a playground."""
+    if engine != "embedded":
+        from dspark.cli.serve import plan_serving, show
+
+        own = {
+            "--host": host != "127.0.0.1", "--port": port != 8000,
+            "--max-model-len": max_model_len is not None, "--max-num-seqs": max_num_seqs != 16,
+            "--speculative-config": speculative_config is not None,
+            "--served-model-name": served_model_name is not None,
+            "--scheduler": scheduler is not None,
+        }  # fmt: skip
+        if given := [name for name, value in own.items() if value]:
+            raise typer.BadParameter(f"for {engine}, put {', '.join(given)} behind --")
+        show(
+            plan_serving(checkpoint, engine, target, engine_args or [], plan=plan), as_json=as_json
+        )
+        return
+    if engine_args:
+        raise typer.BadParameter("arguments behind -- are for --engine vllm or atom")
+    options = told.ServeOptions(
+        checkpoint, target, host, port, tuple(api_key or ()), max_model_len, max_num_seqs,
+        max_waiting, cache_gib, None if scheduler is None else scheduler.value, speculative_config,
+        served_model_name, drain, probe,
+    )  # fmt: skip
+    if plan:
+        from dspark.cli.serve_plan import plan_embedded, show_plan
+
+        show_plan(plan_embedded(options), as_json=as_json)
+        return
+    from dspark.cli.embedded import serve_embedded
+
+    serve_embedded(options)
+
+
+@verbs.command()
+def generate(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[DRAFT] [KEY=VALUE]...",
+            help="A draft folder, and sampling parameters: temperature=0.7 max_new_tokens=200",
+        ),
+    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="What to answer; repeatable.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="SOURCE", help="The target; the draft's own when left out."),
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="No chat template: continue the text.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Answer prompts with the embedded engine and print text and acceptance."""
+    from dspark.cli.generate import generate_text
+
+    folders = [Path(a) for a in arguments or [] if "=" not in a]
+    overrides = [a for a in arguments or [] if "=" in a]
+    if len(folders) > 1 or not prompt:
+        raise typer.BadParameter("one draft folder at most, and at least one --prompt")
+    draft = folders[0] if folders else None
+    generate_text(draft, target, prompt, overrides, raw=raw, as_json=as_json)
+
+
+@verbs.command()
+def verify(
+    draft: Annotated[
+        Path | None, typer.Argument(metavar="[DRAFT]", help="A draft whose greedy texts to check.")
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="SOURCE", help="The target; the draft's own when left out."),
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON Lines of prompts for the greedy texts.")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Texts per sampled case.")] = 100_000,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Prove that drafting does not change what comes out; fails when a bound is missed."""
+    from dspark.cli.verify import verify as prove
+
+    prove(draft, target, prompts, samples, as_json=as_json)
+
+
+@verbs.command()
+def calibrate(
+    source: Annotated[
+        Path, typer.Argument(metavar="RECIPE|CHECKPOINT", help="A recipe, or a draft folder.")
+    ],
+    overrides: Overrides = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON Lines of held-out prompts to answer.")
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="SOURCE", help="The target; the draft's own when left out."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Fit the confidence head's temperatures on held-out prompts and write calibration.json."""
+    from dspark.cli.calibrate import calibrate as run
+
+    run(source, prompts, target, overrides or [], as_json=as_json)
+
+
+@verbs.command()
+def compare(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="A B [KEY=VALUE]...",
+            help="Two draft folders, two servers' urls, or two results (.json); and settings.",
+        ),
+    ] = None,
+    no_draft: Annotated[
+        bool, typer.Option("--no-draft", help="A third arm without a draft: are texts equal?")
+    ] = False,
+    reference: Annotated[
+        str | None, typer.Option(help="Between servers: url of one without a draft.")
+    ] = None,
+    suite: Annotated[str | None, typer.Option(help="quick, seed14 or paper9.")] = None,
+    task: Annotated[list[str] | None, typer.Option(help="One benchmark; repeatable.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of benchmark files.")] = None,
+    target: Annotated[str | None, typer.Option(help="Another target than the drafts name.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for results and comparison.")] = None,
+    from_table: Annotated[
+        Path | None, typer.Option(help="A published table as JSON instead of A and B.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Compare two drafts on one stack: interleaved, paired, with intervals."""
+    from dspark.cli.compare_verb import CompareOptions, run_compare
+
+    run_compare(
+        CompareOptions(
+            tuple(arguments or ()), no_draft, reference, suite, tuple(task or ()), data, target,
+            out, from_table, as_json,
+        )
+    )  # fmt: skip
+
+
+@verbs.command()
+def leaderboard(
+    results: Annotated[
+        Path, typer.Argument(metavar="[RESULTS]", help="Folder of results of suites.")
+    ] = Path("benchmarks/results"),
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("docs/benchmarks.md"),
+    check: Annotated[
+        bool, typer.Option("--check", help="Only say whether the page is what it would be.")
+    ] = False,
+) -> None:
+    """Write docs/benchmarks.md from measured results."""
+    from dspark.cli.leaderboard import write_leaderboard
+
+    if not write_leaderboard(results, out, check=check):
+        raise typer.Exit(1)
