@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ import torch
 
 from dspark.capture.embedded import replay_group
 from dspark.capture.teacher import EmbeddedMaker, teach
+from dspark.cli.origin import machine, marked_commit, versions
 from dspark.config.architecture import K3DraftConfig, RopeParameters
 from dspark.config.recipe import TrainSection
 from dspark.config.stream import StreamSection
@@ -240,9 +240,9 @@ def main() -> None:
         "rows": ROWS,
         "tokens_a_row": LENGTH,
         "transport": "shm",
-        "machine": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
+        "machine": machine(),
+        "commit": marked_commit(),
+        "versions": versions(),
         "cases": cases,
     }
     text = json.dumps(result, indent=2)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from dspark.cli.origin import machine, marked_commit, versions
 from dspark.config.architecture import K3DraftConfig
 from dspark.hidden.record import HiddenRecord
 from dspark.model.draft import DSparkDraft
@@ -194,8 +194,9 @@ def main() -> None:
         "chunk_rows": given.chunk,
         "dtype": "float32",
         "threads": int(os.environ.get("OMP_NUM_THREADS", "1")),
-        "machine": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
+        "machine": machine(),
+        "commit": marked_commit(),
+        "versions": versions(),
         "arms": best,
         "rounds": found,
         "times_faster": best["plain"]["seconds"] / best["dspark"]["seconds"],
