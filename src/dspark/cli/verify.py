@@ -16,11 +16,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -144,10 +148,7 @@ def verify(
     with screen.bar("enumeration", None):
         error = max(joint_error(*case) for case in _enumerated())
         scheduled = largest_error(SCHEDULED_SEEDS)
-    cases = selftest.all_cases()
-    pair = selftest.tiny_pair()
-    with screen.bar("sampled texts", len(cases) * samples) as bar:
-        results = [selftest.run_case(pair, case, samples, bar.advance) for case in cases]
+    results = _sampled(samples, screen)
     twice, correlation = selftest.stream_overlap(STREAMS, DRAWS)
     dtype = str(plain.target.dtype).removeprefix("torch.")
     proofs = Proofs(error, scheduled, results, len(asked), identical, dtype, twice, correlation)
@@ -157,6 +158,30 @@ def verify(
         _show(proofs, Console())
     if proofs.missed():
         raise typer.Exit(1)
+
+
+def _sampled(samples: int, screen: Screen) -> list[selftest.CaseResult]:
+    """All cases, as many at once as there are cores; each is the same alone."""
+    cases = selftest.all_cases()
+    workers = min(len(os.sched_getaffinity(0)), len(cases))
+    with (
+        screen.bar("sampled texts", len(cases) * samples) as bar,
+        ProcessPoolExecutor(workers, get_context("spawn")) as pool,
+    ):
+        running = [pool.submit(_one_case, case, samples) for case in cases]
+        try:
+            for _ in as_completed(running):
+                bar.advance(samples)
+            return [done.result() for done in running]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _one_case(case: selftest.Case, samples: int) -> selftest.CaseResult:
+    """In a process of its own, on one thread: the model is tiny."""
+    torch.set_num_threads(1)
+    return selftest.run_case(selftest.tiny_pair(), case, samples)
 
 
 def _enumerated() -> Iterator[tuple[Any, Width]]:
