@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: no test downloads
+
 import pytest
 import torch
 from filelock import FileLock

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 
@@ -59,6 +60,32 @@ def test_offline_the_data_set_and_the_local_way_are_named():
     assert "hub data set someone/something" in done.stdout
     assert "offline mode is on" in done.stdout
     assert "kind: file" in done.stdout
+
+
+@pytest.mark.skipif(not HAS_DATASETS, reason="datasets is not installed")
+def test_without_a_network_many_sets_are_refused_in_seconds():
+    """The hub's library tries each one five times, with growing pauses."""
+    code = (
+        "import time\n"
+        "from dspark.config.prompts import HubSource\n"
+        "from dspark.data.hub import read_hub\n"
+        "from dspark.errors import DataError\n"
+        "start = time.monotonic()\n"
+        "for name in 'abcdef':\n"
+        "    try:\n"
+        f"        next(read_hub(HubSource(kind='hub', dataset='someone/' + name, revision='{COMMIT}',"
+        " category='chat'), None))\n"
+        "    except DataError as error:\n"
+        "        print(error)\n"
+        "print('seconds', time.monotonic() - start)\n"
+    )
+    closed = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True,
+        env=closed,
+    )  # fmt: skip
+    assert done.stdout.count("there is no network") == 6
+    assert float(done.stdout.split("seconds")[-1]) < 30
 
 
 def test_a_gated_set_says_to_accept_its_terms():

@@ -27,7 +27,7 @@ from dspark.bench.tasks.task import (
 )
 from dspark.config.prompts import HubSource, OrderTicketSource
 from dspark.data.generated import order_ticket_prompts
-from dspark.data.hub import read_hub
+from dspark.data.hub import notice_no_network, read_hub
 from dspark.data.packages import package_file
 from dspark.data.records import read_records
 from dspark.errors import DataError, MissingDependencyError
@@ -170,6 +170,7 @@ def _document_files(source: HubFiles, data: Path | None) -> tuple[Path, Path]:
             return own[0], own[1]
     try:
         hub: Any = importlib.import_module("huggingface_hub")
+        notice_no_network()
         found = [
             Path(
                 hub.hf_hub_download(

@@ -8,10 +8,14 @@ that names the data set and says how to go on without a network.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
+import socket
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from dspark.config.prompts import FILL_IN, HubSource
 from dspark.data.records import Record
@@ -44,6 +48,7 @@ def read_hub(source: HubSource, count: int | None) -> Iterator[Record]:
             fix="pip install 'dspark[data]', or download the files and use kind: file.",
         ) from error
     library.disable_progress_bars()
+    notice_no_network()
     try:
         rows = library.load_dataset(
             source.dataset,
@@ -59,15 +64,42 @@ def read_hub(source: HubSource, count: int | None) -> Iterator[Record]:
         raise _refused(source, where, error) from error
 
 
+def notice_no_network() -> None:
+    """Without a way to the hub, say so to its libraries: they read what is cached, or refuse.
+
+    Otherwise every data set is tried five times with growing pauses, which takes a suite of 14
+    benchmarks five minutes to find nothing.
+    """
+    from huggingface_hub import constants
+
+    place = urlsplit(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE or place.hostname is None or getproxies().get(place.scheme):
+        return
+    port = place.port or (443 if place.scheme == "https" else 80)
+    try:
+        socket.create_connection((place.hostname, port), timeout=10).close()
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
+        if importlib.util.find_spec("datasets") is not None:
+            config: Any = importlib.import_module("datasets.config")
+            config.HF_HUB_OFFLINE = True
+
+
+def _offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE) or os.environ.get("HF_HUB_OFFLINE") == "1"
+
+
 def _refused(source: HubSource, where: str, error: Exception) -> DataError:
     names = {cls.__name__ for cls in type(error).__mro__}
     text = (str(error).splitlines() or [""])[0][:200]
     found = f"{type(error).__name__}: {text}"
     if "GatedRepoError" in names or "gated" in text.lower():
         fix = "Accept its terms on its page and log in (hf auth login)."
-    elif os.environ.get("HF_HUB_OFFLINE") == "1":
-        found += " (offline mode is on)"
-        fix = "Unset HF_HUB_OFFLINE."
+    elif _offline():
+        found += " (offline mode is on, or there is no network)"
+        fix = "Unset HF_HUB_OFFLINE, or check the network."
     else:
         fix = "Check the network, the name, config, split and revision."
     return DataError(
