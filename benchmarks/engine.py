@@ -79,8 +79,8 @@ class Arm:
         runner = self.engine.core.runner
         self.clock.wrap(runner, "_prefill", "prefill")
         self.clock.wrap(runner, "_decode", "decode")
-        self.clock.wrap(runner, "_draft", "draft")
-        self.clock.wrap(runner, "_forward", "verify")
+        self.clock.wrap(runner, "draft", "draft")
+        self.clock.wrap(runner, "forward", "verify")
         self.clock.wrap(runner.target, "logits", "verify")
         self.tokens = self.wall = 0.0
         self.counter: AcceptanceCounter | None = None
