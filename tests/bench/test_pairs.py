@@ -70,6 +70,19 @@ def test_no_difference_is_not_called_one() -> None:
     assert found.overall[0].verdict.startswith("No difference in acceptance length is shown")
 
 
+@pytest.mark.parametrize("prompts", [2, 9])
+def test_a_handful_of_prompts_gives_no_verdict_however_clear_its_interval(prompts: int) -> None:
+    """A draft and its FP8 copy once differed by 13 % over two prompts of each benchmark."""
+    found = compare_results(
+        suite("A", [[3, 3, 3]] * prompts), suite("B", [[1, 1, 1]] * prompts), NAMES
+    )
+    interval = found.overall[0].ratio_of_means_interval
+    assert interval is not None
+    assert interval[0] > 1
+    assert found.overall[0].verdict.startswith("No verdict")
+    assert "fewer than 10 prompts" in found.overall[0].verdict
+
+
 def test_one_prompt_gives_no_verdict() -> None:
     found = compare_results(suite("A", [[3]]), suite("B", [[1]]), NAMES)
     assert found.pairs[0].ratio == 2

@@ -41,6 +41,11 @@ class _Paired:
         return 1 + sums[:, 0] / sums[:, 1], 1 + sums[:, 2] / sums[:, 3]
 
 
+LEAST_PROMPTS = 10
+"""Paired prompts of a benchmark below which no draft is called better: resampling a handful of
+prompts gives intervals that are far too narrow."""
+
+
 def table_averages(rows: Sequence[tuple[str, float, float]]) -> tuple[float, float]:
     """``(ratio_of_means, mean_of_ratios)`` of a / b over (benchmark, a, b).
 
@@ -249,8 +254,14 @@ def verdict_of(
             f"interval; the ratio of means {ratio:.3f} may be chance."
         )
     told = f"({names[0]} / {names[1]} = {ratio:.3f}, 95 % {interval[0]:.3f} to {interval[1]:.3f})"
+    few = [p.title for p in pairs if p.prompts < LEAST_PROMPTS]
     if interval[0] <= 1 <= interval[1]:
         text = f"No difference in acceptance length is shown {over} {told}."
+    elif few:
+        text = (
+            f"No verdict {over} {told}: with fewer than {LEAST_PROMPTS} prompts of "
+            f"{', '.join(few)}, an interval this side of 1 may be chance."
+        )
     else:
         better = names[0] if ratio > 1 else names[1]
         text = f"{better} has the larger mean acceptance length {over} {told}."
