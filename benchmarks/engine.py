@@ -36,7 +36,7 @@ from dspark.checkpoint.pretrained import read_config, read_model
 from dspark.checkpoint.target import LoadedTarget
 from dspark.cli.console import Screen
 from dspark.cli.draft_target import load_target_of
-from dspark.cli.origin import machine, marked_commit, versions
+from dspark.cli.origin import origin_of
 from dspark.config.engine import EngineOptions
 from dspark.data.chat import prompt_ids
 from dspark.data.prompt import Prompt
@@ -120,10 +120,7 @@ def main() -> None:
     ]
     result = {
         "what": "the embedded engine: draft against plain, and against transformers",
-        "machine": machine(),
-        "commit": marked_commit(),
-        "versions": versions(),
-        "command": " ".join(["python", *sys.argv]),
+        **origin_of(" ".join(["python", *sys.argv])).model_dump(),
         "dtype": str(target.dtype).removeprefix("torch."),
         "rows": rows,
         "transformers": against_transformers(options, target, sets),

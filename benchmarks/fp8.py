@@ -35,7 +35,7 @@ import torch
 from dspark.checkpoint.draft import load_draft
 from dspark.checkpoint.published import read_config
 from dspark.checkpoint.target import LoadedTarget, load_target
-from dspark.cli.origin import machine, marked_commit, versions
+from dspark.cli.origin import origin_of
 from dspark.config.recipe import TargetSection
 from dspark.data.chat import end_ids, prompt_ids
 from dspark.data.shards import read_prompts
@@ -67,10 +67,7 @@ def main() -> None:
         parser.error("name a run, or a checkpoint with --convert")
     found = time_conversion(options.convert) if options.convert else measure(options)
     result = {
-        "machine": machine(),
-        "commit": marked_commit(),
-        "versions": versions(),
-        "command": " ".join(["python", *sys.argv]),
+        **origin_of(" ".join(["python", *sys.argv])).model_dump(),
         **found,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark.checkpoint.target import load_target
-from dspark.cli.origin import machine, marked_commit, versions
+from dspark.cli.origin import origin_of
 from dspark.cli.stages import STATES
 from dspark.config.load import load_recipe
 from dspark.config.resolve import draft_config
@@ -84,10 +84,9 @@ def main() -> None:
         "what": "teacher-forced acceptance length after equal training time",
         "seconds": options.seconds,
         "records": len(records),
-        "machine": machine(),
-        "commit": marked_commit(),
-        "versions": versions(),
-        "command": f"python benchmarks/levers.py {options.recipe} --seconds {options.seconds:g}",
+        **origin_of(
+            f"python benchmarks/levers.py {options.recipe} --seconds {options.seconds:g}"
+        ).model_dump(),
         "rows": rows,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

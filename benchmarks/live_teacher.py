@@ -24,7 +24,7 @@ import torch
 
 from dspark.capture.embedded import replay_group
 from dspark.capture.teacher import EmbeddedMaker, teach
-from dspark.cli.origin import machine, marked_commit, versions
+from dspark.cli.origin import origin_of
 from dspark.config.architecture import K3DraftConfig, RopeParameters
 from dspark.config.recipe import TrainSection
 from dspark.config.stream import StreamSection
@@ -236,13 +236,10 @@ def main() -> None:
     cases = {"teacher is slower": measured(16, 16), "trainer is slower": measured(96, 8)}
     result = {
         "what": "rows per second, each side alone and both over the stream",
-        "command": "python benchmarks/live_teacher.py",
         "rows": ROWS,
         "tokens_a_row": LENGTH,
         "transport": "shm",
-        "machine": machine(),
-        "commit": marked_commit(),
-        "versions": versions(),
+        **origin_of("python benchmarks/live_teacher.py").model_dump(),
         "cases": cases,
     }
     text = json.dumps(result, indent=2)

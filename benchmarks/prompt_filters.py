@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from dspark.artifacts import atomic_json
-from dspark.cli.origin import machine, marked_commit, versions
+from dspark.cli.origin import origin_of
 from dspark.data.filters.minhash import signatures
 from dspark.data.filters.ngrams import NgramIndex
 from dspark.data.filters.units import word_units
@@ -216,10 +216,7 @@ def main() -> None:
         "dspark_prompts": whole,
         "note": options.note,
         "load": os.getloadavg(),
-        "machine": machine(),
-        "commit": marked_commit(),
-        "versions": versions(),
-        "command": " ".join(["python", *sys.argv]),
+        **origin_of(" ".join(["python", *sys.argv])).model_dump(),
     }
     atomic_json(options.out, result)
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from dspark.api import Engine
 from dspark.cli.console import Screen
 from dspark.cli.draft_target import load_target_of
-from dspark.cli.origin import machine, marked_commit, versions
+from dspark.cli.origin import origin_of
 from dspark.config.engine import EngineOptions
 from dspark.data.chat import prompt_ids
 from dspark.data.shards import read_prompts
@@ -53,10 +53,9 @@ def main() -> None:
         "what": "confidence logits of each slot and accepted tokens of whole blocks",
         "temperature": options.temperature,
         "verification": engine.core.options.verification,
-        "machine": machine(),
-        "commit": marked_commit(),
-        "versions": versions(),
-        "command": f"python benchmarks/record_blocks.py {options.run} --out {options.out}",
+        **origin_of(
+            f"python benchmarks/record_blocks.py {options.run} --out {options.out}"
+        ).model_dump(),
         "answers": [a for a in answers if a["blocks"]],
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

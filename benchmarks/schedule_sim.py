@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark.cli.origin import machine, marked_commit, versions
+from dspark.cli.origin import origin_of
 from dspark.decoding import schedule
 from dspark.decoding.calibration import calibrated, fit
 from dspark.decoding.cost import CostTable
@@ -241,8 +241,7 @@ def main() -> None:
             n: [round(x / y, 3) for x, y in zip(v, rates["oracle"], strict=True)]
             for n, v in rates.items()
         }
-    out |= {"machine": machine(), "commit": marked_commit(), "versions": versions()}
-    out["command"] = "python benchmarks/schedule_sim.py --json"
+    out |= origin_of("python benchmarks/schedule_sim.py --json").model_dump()
     if options.out is not None:
         options.out.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
     if options.json:

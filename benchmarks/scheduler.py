@@ -25,7 +25,7 @@ from dspark.api import Engine
 from dspark.checkpoint.target import LoadedTarget
 from dspark.cli.console import Screen
 from dspark.cli.draft_target import load_target_of
-from dspark.cli.origin import machine, marked_commit, versions
+from dspark.cli.origin import origin_of
 from dspark.config.engine import EngineOptions
 from dspark.config.prompts import OrderTicketSource, PackageSource, WordProblemSource
 from dspark.data.chat import prompt_ids
@@ -144,10 +144,9 @@ def save(options: argparse.Namespace, rows: list[dict[str, Any]], costs: Any) ->
     result = {
         "what": "steady decoding, tokens a second over all requests",
         "scheduler": options.scheduler,
-        "machine": machine(),
-        "commit": marked_commit(),
-        "versions": versions(),
-        "command": f"python benchmarks/scheduler.py {options.run} --batch N --out {options.out}",
+        **origin_of(
+            f"python benchmarks/scheduler.py {options.run} --batch N --out {options.out}"
+        ).model_dump(),
         "torch_threads": torch.get_num_threads(),
         "rows": sorted(kept + rows, key=lambda r: (r["batch"], r["text"], r["temperature"])),
         "costs": {**old.get("costs", {}), str(options.batch): costs},

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dspark.cli.origin import machine, marked_commit, versions
+from dspark.cli.origin import origin_of
 from dspark.config.architecture import K3DraftConfig
 from dspark.hidden.record import HiddenRecord
 from dspark.model.draft import DSparkDraft
@@ -189,14 +189,11 @@ def main() -> None:
         assert abs(best["plain"][key] - best["dspark"][key]) < 1e-4 * abs(best["plain"][key]), key
     result = {
         "what": "one training step, forward and backward",
-        "command": "python benchmarks/training_step.py",
         "shape": shape,
         "chunk_rows": given.chunk,
         "dtype": "float32",
         "threads": int(os.environ.get("OMP_NUM_THREADS", "1")),
-        "machine": machine(),
-        "commit": marked_commit(),
-        "versions": versions(),
+        **origin_of("python benchmarks/training_step.py").model_dump(),
         "arms": best,
         "rounds": found,
         "times_faster": best["plain"]["seconds"] / best["dspark"]["seconds"],
