@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
 from dspark.decoding.params import SamplingParams
 from dspark.engine.request import TokenLogprob
 from dspark.server.choice import Piece, joined, stop_reason, token_kinds
+from dspark.server.envelope import Envelope
 from dspark.server.errors import bad_request
 from dspark.server.protocol import ChatRequest
 from dspark.server.respond import event
@@ -28,9 +28,10 @@ class Chat:
     tools: ToolPlan
     prompt: list[int]
     params: SamplingParams
-    id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
-    created: int = field(default_factory=lambda: int(time.time()))
     tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.envelope = Envelope(self.service, self.body, f"chatcmpl-{uuid4().hex}")
 
     @classmethod
     async def of(cls, service: Service, body: ChatRequest) -> Chat:
@@ -69,13 +70,13 @@ class Chat:
             if isinstance(item, Piece):
                 self.tokens += len(item.delta.ids)
                 choice = turns[item.index].take(item)
-                chunk = self._envelope("chat.completion.chunk", [choice])
+                chunk = self.envelope.around("chat.completion.chunk", [choice])
                 if options is not None and options.continuous_usage_stats:
                     usage = Usage(len(self.prompt), 0, self.tokens)
                     chunk["usage"] = usage.as_json()
                 yield event(chunk)
             elif (options and options.include_usage) or self.body.return_acceptance:
-                yield event(self._envelope("chat.completion.chunk", [], item))
+                yield event(self.envelope.around("chat.completion.chunk", [], item))
 
     async def whole(self, events: AsyncIterator[Event]) -> dict[str, Any]:
         """The response that is not streamed: its pieces, joined."""
@@ -83,7 +84,7 @@ class Chat:
         async for item in events:
             if isinstance(item, Result):
                 choices = [_Turn(self).take(joined(own)) for own in pieces]
-                return self._envelope("chat.completion", [_message(c) for c in choices], item)
+                return self.envelope.around("chat.completion", [_message(c) for c in choices], item)
             pieces[item.index].append(item)
         raise AssertionError("events end with the result")
 
@@ -107,26 +108,6 @@ class Chat:
         # A token that is half a character has no text of its own to give the bytes of.
         whole = None if "\ufffd" in text else list(text.encode())
         return {"token": text, "logprob": logprob, "bytes": whole}
-
-    def _envelope(
-        self, kind: str, choices: list[dict[str, Any]], result: Result | None = None
-    ) -> dict[str, Any]:
-        out: dict[str, Any] = {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.body.model or self.service.name,
-            "system_fingerprint": self.service.fingerprint,
-            "choices": choices,
-        }
-        if result is None:
-            if self.body.stream_options is not None and self.body.stream_options.include_usage:
-                out["usage"] = None
-        else:
-            out["usage"] = result.usage.as_json()
-            if self.body.return_acceptance:
-                out["dspark"] = result.dspark()
-        return out
 
 
 class _Turn:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ from uuid import uuid4
 
 from dspark.decoding.params import SamplingParams
 from dspark.server.choice import Piece, joined, stop_reason, token_kinds
+from dspark.server.envelope import Envelope
 from dspark.server.errors import bad_request
 from dspark.server.protocol import CompletionRequest
 from dspark.server.respond import event
@@ -28,9 +28,10 @@ class Completions:
     prompts: list[list[int]] = field(default_factory=list)
     echoes: list[str] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
-    id: str = field(default_factory=lambda: f"cmpl-{uuid4().hex}")
-    created: int = field(default_factory=lambda: int(time.time()))
     tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.envelope = Envelope(self.service, self.body, f"cmpl-{uuid4().hex}")
 
     @classmethod
     async def of(cls, service: Service, body: CompletionRequest) -> Completions:
@@ -78,12 +79,12 @@ class Completions:
                 self.tokens += len(item.delta.ids)
                 first = (item.prompt, item.index) not in begun
                 begun.add((item.prompt, item.index))
-                chunk = self._envelope([self._choice(item, first=first)])
+                chunk = self.envelope.around("text_completion", [self._choice(item, first=first)])
                 if options is not None and options.continuous_usage_stats:
                     chunk["usage"] = self._usage_so_far().as_json()
                 yield event(chunk)
             elif (options and options.include_usage) or self.body.return_acceptance:
-                yield event(self._envelope([], item))
+                yield event(self.envelope.around("text_completion", [], item))
 
     async def whole(self, events: AsyncIterator[Event]) -> dict[str, Any]:
         """The response that is not streamed: its pieces, joined."""
@@ -91,7 +92,9 @@ class Completions:
         async for item in events:
             if isinstance(item, Result):
                 every = [joined(pieces[index]) for index in sorted(pieces)]
-                return self._envelope([self._choice(p, first=True) for p in every], item)
+                return self.envelope.around(
+                    "text_completion", [self._choice(p, first=True) for p in every], item
+                )
             pieces.setdefault(self._index(item), []).append(item)
         raise AssertionError("events end with the result")
 
@@ -134,23 +137,3 @@ class Completions:
 
     def _usage_so_far(self) -> Usage:
         return Usage(sum(map(len, self.prompts)), 0, self.tokens)
-
-    def _envelope(
-        self, choices: list[dict[str, Any]], result: Result | None = None
-    ) -> dict[str, Any]:
-        out: dict[str, Any] = {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.body.model or self.service.name,
-            "system_fingerprint": self.service.fingerprint,
-            "choices": choices,
-        }
-        if result is None:
-            if self.body.stream_options is not None and self.body.stream_options.include_usage:
-                out["usage"] = None
-        else:
-            out["usage"] = result.usage.as_json()
-            if self.body.return_acceptance:
-                out["dspark"] = result.dspark()
-        return out
