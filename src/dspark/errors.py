@@ -6,6 +6,9 @@ exits with ``exit_code``; anything else that escapes is a bug in dspark and keep
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 
 class DSparkError(Exception):
     """Base of everything dspark raises on purpose.
@@ -92,6 +95,20 @@ class EndpointError(DSparkError):
 
 class MissingDependencyError(DSparkError):
     """An optional package is not installed; ``fix`` names the extra that brings it."""
+
+
+def optional_module(name: str, *, expected: str, where: str, fix: str) -> Any:
+    """Module ``name`` of a package that need not be installed.
+
+    Raises:
+        MissingDependencyError: with the given words.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingDependencyError(
+            expected=expected, found=str(error), where=where, fix=fix
+        ) from error
 
 
 class StorageError(DSparkError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.metadata
-import os
 import unicodedata
 import zipfile
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from dspark.bench.tasks.task import (
     Source,
     Task,
 )
+from dspark.checkpoint.source import offline
 from dspark.config.prompts import HubSource, OrderTicketSource
 from dspark.data.generated import order_ticket_prompts
 from dspark.data.hub import notice_no_network, read_hub
@@ -181,8 +181,7 @@ def _document_files(source: HubFiles, data: Path | None) -> tuple[Path, Path]:
         ]
     # The hub's library raises many types; all mean that it did not give the files.
     except Exception as error:
-        offline = " (offline mode is on)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
-        raise _Absent(f"{type(error).__name__}{offline}") from error
+        raise _Absent(f"{type(error).__name__}{offline()}") from error
     return found[0], found[1]
 
 

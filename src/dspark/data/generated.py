@@ -6,7 +6,6 @@ Every choice depends on the recipe only, never on hashing or the clock.
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from dspark.config.prompts import OrderTicketSource, ReasoningGymSource, WordPro
 from dspark.data.order_tickets import SYSTEM, examples, order_tickets
 from dspark.data.prompt import Prompt, Split, make_prompt
 from dspark.data.word_problems import word_problems
-from dspark.errors import ConfigError, MissingDependencyError
+from dspark.errors import ConfigError, optional_module
 
 # Its questions derive from a public evaluation set: training on them would spoil that benchmark.
 REFUSED_TASKS = frozenset({"gsm_symbolic"})
@@ -77,15 +76,12 @@ def _prompt(
 
 
 def _reasoning_gym() -> Any:
-    try:
-        return importlib.import_module("reasoning_gym")
-    except ImportError as error:
-        raise MissingDependencyError(
-            expected="the package reasoning-gym with its dependencies",
-            found=str(error),
-            where="prompts.sources (reasoning_gym)",
-            fix="pip install reasoning-gym, or: pip install 'dspark[gym]'",
-        ) from error
+    return optional_module(
+        "reasoning_gym",
+        expected="the package reasoning-gym with its dependencies",
+        where="prompts.sources (reasoning_gym)",
+        fix="pip install reasoning-gym, or: pip install 'dspark[gym]'",
+    )
 
 
 def _questions(library: Any, task: str, size: int, seed: int) -> Iterator[str]:

@@ -19,7 +19,7 @@ from urllib.request import getproxies
 
 from dspark.config.prompts import FILL_IN, HubSource
 from dspark.data.records import Record
-from dspark.errors import ConfigError, DataError, MissingDependencyError
+from dspark.errors import ConfigError, DataError, optional_module
 
 
 def read_hub(source: HubSource, count: int | None) -> Iterator[Record]:
@@ -38,15 +38,12 @@ def read_hub(source: HubSource, count: int | None) -> Iterator[Record]:
             where=f"prompts.sources ({source.category}): {where}",
             fix="Copy both from the data set's page (Files, History), or remove the source.",
         )
-    try:
-        library: Any = importlib.import_module("datasets")
-    except ImportError as error:
-        raise MissingDependencyError(
-            expected="the package datasets, to read from the hub",
-            found=str(error),
-            where=where,
-            fix="pip install 'dspark[data]', or download the files and use kind: file.",
-        ) from error
+    library = optional_module(
+        "datasets",
+        expected="the package datasets, to read from the hub",
+        where=where,
+        fix="pip install 'dspark[data]', or download the files and use kind: file.",
+    )
     library.disable_progress_bars()
     notice_no_network()
     try:

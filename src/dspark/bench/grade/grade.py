@@ -8,7 +8,6 @@ Formulas are compared by ``math-verify``; code runs in :mod:`dspark.bench.grade.
 
 from __future__ import annotations
 
-import importlib
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from dspark.bench.grade.sandbox import Verdict, run_python
 from dspark.bench.play.turn import Turn
 from dspark.bench.tasks.questions import Question
 from dspark.bench.tasks.task import Task
-from dspark.errors import MissingDependencyError
+from dspark.errors import optional_module
 
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
@@ -119,15 +118,12 @@ def _float(text: str) -> float | None:
 
 
 def _math_verify() -> Any:
-    try:
-        return importlib.import_module("math_verify")
-    except ImportError as error:
-        raise MissingDependencyError(
-            expected="the package math-verify, to compare formulas",
-            found=str(error),
-            where="grading",
-            fix="pip install 'dspark[bench]', or measure without grading: grade=false",
-        ) from error
+    return optional_module(
+        "math_verify",
+        expected="the package math-verify, to compare formulas",
+        where="grading",
+        fix="pip install 'dspark[bench]', or measure without grading: grade=false",
+    )
 
 
 _GRADERS: dict[str, Callable[[Question, str], bool | None]] = {
