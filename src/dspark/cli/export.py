@@ -16,6 +16,8 @@ from dspark.config.architecture import Flavour
 from dspark.errors import ArtifactError, CheckpointError
 
 if TYPE_CHECKING:
+    import torch
+
     from dspark.checkpoint.card import Figures
     from dspark.checkpoint.export import Exportable
 
@@ -41,20 +43,15 @@ def export_draft(
 
     from dspark.checkpoint.card import model_card
     from dspark.checkpoint.export import open_export, write_export
-    from dspark.checkpoint.layout import EMBEDDING
-    from dspark.checkpoint.tensorfile import ITEM_BYTES
 
     screen = Screen()
     folder = draft_folder(source)
     found = open_export(folder, to)
     kind = None if dtype is None else getattr(torch, dtype)
     figures = figures_of(folder, screen)
-    entries = [e for n, e in found.weights.entries.items() if not (slim and n == EMBEDDING)]
-    total = sum(
-        e.bytes // ITEM_BYTES[e.dtype] * kind.itemsize if kind else e.bytes for e in entries
-    )
+    count, total = _sizes(found, kind, slim=slim)
     name = str(kind or found.stored).removeprefix("torch.")
-    screen.stage("draft", f"{folder}: {len(entries)} tensors, {total / 1e9:.2f} GB in {name}")
+    screen.stage("draft", f"{folder}: {count} tensors, {total / 1e9:.2f} GB in {name}")
     screen.stage("figures", f"{len(figures.rows)} measured rows" if figures else "none measured")
     if plan:
         screen.console.print(Text(f"would write {out}; nothing was written"))
@@ -81,6 +78,16 @@ def export_draft(
             on_bytes=on_bytes,
         )
     screen.stage("written", str(out))
+
+
+def _sizes(found: Exportable, kind: torch.dtype | None, *, slim: bool) -> tuple[int, int]:
+    """Tensors and bytes that an export in ``kind`` (None: as they are) writes."""
+    from dspark.checkpoint.layout import EMBEDDING
+    from dspark.checkpoint.tensorfile import ITEM_BYTES
+
+    entries = [e for n, e in found.weights.entries.items() if not (slim and n == EMBEDDING)]
+    sizes = (e.bytes // ITEM_BYTES[e.dtype] * kind.itemsize if kind else e.bytes for e in entries)
+    return len(entries), sum(sizes)
 
 
 def _told(found: Exportable, figures: Figures | None) -> dict[str, Any]:
