@@ -13,8 +13,9 @@ forward with its logits. What is missing to 1 is everything around them: settlin
 scheduling, text.
 
 At batch 1 and temperature 0 transformers decodes the same prompts: ``generate``, with prompt
-lookup, and assisted by the target's own first layers. (No smaller model with this tokenizer comes
-in a package, so there is no assistant of the usual kind.)
+lookup, and assisted by the target's own first layers. Speeds of whole answers, prompts included,
+and of decoding alone: what an answer took beyond one of a single token. (No smaller model with this
+tokenizer comes in a package, so there is no assistant of the usual kind.)
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--answers", type=int, default=3, help="answers against transformers")
+    parser.add_argument("--answer-tokens", type=int, default=96, help="tokens of each")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     target = load_target_of(options.run / "draft", None, Screen())
@@ -219,13 +222,16 @@ def against_transformers(
     layers = model.config.num_hidden_layers
     model.generation_config.num_assistant_tokens = 7  # as many as the draft has slots
     plain, draft = Arm(target, None, 1), Arm(target, options.run / "draft", 1)
-    params = SamplingParams(temperature=0, max_new_tokens=options.max_new_tokens)
 
-    def ours(arm: Arm) -> Callable[[list[int]], int]:
-        return lambda ids: len(arm.round([ids], params)[0])
+    def ours(arm: Arm) -> Callable[[list[int], int], int]:
+        def decode(ids: list[int], count: int) -> int:
+            params = SamplingParams(temperature=0, max_new_tokens=count)
+            return len(arm.round([ids], params)[0])
 
-    def theirs(**extra: Any) -> Callable[[list[int]], int]:
-        return lambda ids: generate(model, ids, options.max_new_tokens, target, extra)
+        return decode
+
+    def theirs(**extra: Any) -> Callable[[list[int], int], int]:
+        return lambda ids, count: generate(model, ids, count, target, extra)
 
     arms = {
         "dspark plain": ours(plain),
@@ -236,20 +242,44 @@ def against_transformers(
     }
     rows = []
     for name, prompts in sets.items():
-        rates: dict[str, list[float]] = defaultdict(list)
-        for ids in prompts[: options.rounds]:
+        whole: dict[str, list[float]] = defaultdict(list)
+        decoding: dict[str, list[float]] = defaultdict(list)
+        for ids in filled(prompts, options.answers):
             for arm, decode in arms.items():
-                started = time.perf_counter()
-                tokens = decode(ids)
-                rates[arm].append(tokens / (time.perf_counter() - started))
-        medians = {arm: statistics.median(r) for arm, r in rates.items()}
-        over = {
-            arm: statistics.median(a / b for a, b in zip(r, rates["transformers"], strict=True))
-            for arm, r in rates.items()
+                first = timed(lambda: decode(ids, 1))[1]  # noqa: B023
+                tokens, seconds = timed(lambda: decode(ids, options.answer_tokens))  # noqa: B023
+                whole[arm].append(tokens / seconds)
+                decoding[arm].append((tokens - 1) / (seconds - first))
+        row = {
+            "prompts": name,
+            "tokens_per_second": medians(whole),
+            "over_transformers": ratios(whole),
+            "decoding_tokens_per_second": medians(decoding),
+            "decoding_over_transformers": ratios(decoding),
         }
-        rows.append({"prompts": name, "tokens_per_second": medians, "over_transformers": over})
-        print(name, {arm: round(value, 2) for arm, value in over.items()}, flush=True)
+        rows.append(row)
+        print(name, row, flush=True)
     return rows
+
+
+def timed(work: Callable[[], int]) -> tuple[int, float]:
+    """(result, seconds)."""
+    started = time.perf_counter()
+    result = work()
+    return result, time.perf_counter() - started
+
+
+def medians(rates: dict[str, list[float]]) -> dict[str, float]:
+    return {arm: statistics.median(r) for arm, r in rates.items()}
+
+
+def ratios(rates: dict[str, list[float]]) -> dict[str, float]:
+    """Median over answers of each arm's speed against plain transformers' on the same answer."""
+    base = rates["transformers"]
+    return {
+        arm: statistics.median(a / b for a, b in zip(r, base, strict=True))
+        for arm, r in rates.items()
+    }
 
 
 @torch.inference_mode()

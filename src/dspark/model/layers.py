@@ -6,7 +6,8 @@ checkpoints use the half-split ("neox") layout are permuted once at load time
 (:func:`rotate_halves`), so that its parameters are the published ones at any moment.
 
 Linears on CPU are prepacked for oneDNN at inference (:func:`pack_linears`): an unpacked weight is
-re-packed on every call, which makes verifying 8 tokens cost 2.1 forwards instead of 1.3.
+re-packed on every call, which makes verifying 8 tokens cost 2.1 forwards instead of 1.3. Norms are
+replaced with them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark.config.architecture import RopeParameters
+
+# oneDNN's product of one row reads a large fp32 weight more slowly than that of four rows (272
+# against 242 microseconds for 3072 x 576 on 2 cores): from this many elements a lone row is sent
+# as four.
+WIDENED = 800_000
 
 
 class RMSNorm(nn.Module):
@@ -149,12 +155,44 @@ class PackedLinear(nn.Module):
             weight.detach().to(dtype).contiguous()
         )
         self._bias = None if bias is None else bias.detach().to(dtype)
+        self._widens = dtype == torch.float32 and weight.numel() >= WIDENED
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x.to(self._dtype), self._packed, self._bias, "none", [], ""
-        )
-        return out.to(x.dtype)
+        if self._widens and x.numel() == self.in_features:
+            four = self._product(x.reshape(1, -1).expand(4, -1).contiguous())
+            return four[0].view(*x.shape[:-1], -1)
+        if x.dtype == self._dtype:
+            return self._product(x)
+        return self._product(x.to(self._dtype)).to(x.dtype)
+
+    def _product(self, rows: Tensor) -> Tensor:
+        # The overload by name: one lookup less on a path that is called 120 times a token.
+        product = torch.ops.mkldnn._linear_pointwise.default
+        out: Tensor = product(rows, self._packed, self._bias, "none", [], "")
+        return out
+
+
+class PackedNorm(RMSNorm):
+    """RMSNorm of fp32 rows on CPU in four kernels; ``F.rms_norm`` takes eight there.
+
+    ``x / hypot(|x|, sqrt(n eps)) * (weight sqrt(n))`` is the same formula with the mean multiplied
+    out (7.7 instead of 17.8 microseconds for one row of 576). Inference only: ``|x|`` has no
+    gradient at 0. Other dtypes go the ordinary way.
+    """
+
+    def __init__(self, norm: RMSNorm) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.eps = norm.weight, norm.eps
+        size = self.weight.numel()
+        self._scaled = self.weight.detach() * size**0.5
+        self._floor = torch.tensor((size * norm.eps) ** 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32 or self._scaled.dtype != torch.float32:
+            return super().forward(x)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        out: Tensor = x / torch.hypot(length, self._floor) * self._scaled
+        return out
 
 
 def packed_or_plain(linear: nn.Linear, dtype: torch.dtype) -> nn.Module:
@@ -178,10 +216,16 @@ def packed_or_plain(linear: nn.Linear, dtype: torch.dtype) -> nn.Module:
 
 
 def pack_linears(module: nn.Module, dtype: torch.dtype) -> int:
-    """Replace every ``nn.Linear`` below ``module`` by its packed twin; return how many changed."""
+    """Replace every ``nn.Linear`` below ``module`` by its packed twin, and norms on CPU by theirs.
+
+    Returns how many linears changed.
+    """
     changed = 0
     for name, child in module.named_children():
-        if isinstance(child, nn.Linear):
+        if isinstance(child, RMSNorm):
+            if child.weight.device.type == "cpu":
+                setattr(module, name, PackedNorm(child))
+        elif isinstance(child, nn.Linear):
             twin = packed_or_plain(child, dtype)
             setattr(module, name, twin)
             changed += twin is not child
