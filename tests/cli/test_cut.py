@@ -38,6 +38,8 @@ WORK = {
     "bench": (9, 12, 6),  # T=0 whole (4 prompts, 2 of them twice); T=1: 2 timed ones cut
 }
 INT, KILL = signal.SIGINT, signal.SIGKILL
+# Calls left after an interrupt, where it is met by more than dying: training saves the step it is at.
+LEFT_BY_INT = {"draft": 14}
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +112,8 @@ def test_a_stage_cut_at_work_and_again_while_sealed_makes_what_it_would_have_mad
     cutter: Cutter, whole: Path, tmp_path: Path, kind: str, first: int, second: int
 ) -> None:
     at, _, left = WORK[kind]
+    if first == INT:
+        left = LEFT_BY_INT.get(kind, left)
     folder = until(whole, kind, tmp_path) / kind
     again = command(whole, kind, tmp_path)
     for number, place, more in ((first, (kind, at), None), (second, ("sealing", 1), left)):
