@@ -203,3 +203,26 @@ def test_odd_temperatures_learn_together_and_calibrated_ones_apart() -> None:
     near = {confidence.mode(Mode("block", False, t)) for t in (0.67, 0.7, 0.731)}
     assert len(near) == 1
     assert confidence.mode(Mode("block", False, 0.01)) != confidence.mode(Mode("greedy", True, 0.0))
+
+
+@pytest.mark.parametrize("scheduler", ["fixed", *SCHEDULERS])
+@pytest.mark.parametrize("limit", [1, 3])
+def test_fewer_draft_tokens_and_requests_without_drafts_go_with_every_scheduler(
+    pair: Pair, scheduler: str, limit: int
+) -> None:
+    """Requests of all kinds in one batch: each keeps its text, its limit and its own counters."""
+    prompts = pair.prompts[:12]
+    each = [
+        greedy(speculate=i % 3 != 0, scheduler=(None, "fixed", "sync")[i % 3 if i % 2 else 0])
+        for i in range(len(prompts))
+    ]
+    plain = run(pair.engine(draft=False), prompts, greedy())
+    engine = scheduled(pair, scheduler, costs(1e-5), draft_tokens=limit)
+    done = run(engine, prompts, each)
+    assert [c.ids for c in done] == [c.ids for c in plain]
+    for params, answer in zip(each, done, strict=True):
+        count = answer.acceptance
+        assert count.drafted <= limit * count.steps
+        assert (count.drafted > 0) == params.speculate
+        assert count.drafted >= count.admitted >= count.accepted
+    assert totals(done)[2] > 20
