@@ -68,3 +68,12 @@ def test_a_target_that_the_section_does_not_fit_is_named(changes: dict[str, Any]
     with pytest.raises(ConfigError) as caught:
         draft_config(recipe.draft, TargetShape.from_hf(TARGET | changes))
     assert caught.value.where == key
+
+
+def test_a_draft_may_be_served_beyond_the_context_it_trained_in() -> None:
+    """Engines clamp a draft at its own positions: they are the target's, not the recipe's."""
+    whole = TargetShape.from_hf(TARGET)
+    recipe = load_recipe(RECIPES / "qwen3-4b.yaml")
+    short = whole.within(2048)
+    assert short.max_position_embeddings == 2048
+    assert draft_config(recipe.draft, short).max_position_embeddings == 40_960

@@ -74,7 +74,7 @@ def _config(section: DraftSection, target: TargetShape) -> DraftConfig:
         "num_attention_heads": heads,
         "rms_norm_eps": target.rms_norm_eps,
         "vocab_size": target.vocab_size,
-        "max_position_embeddings": target.max_position_embeddings,
+        "max_position_embeddings": target.longest,
         "rope_parameters": section.rope_parameters,
         "target_layer_ids": layer_ids(section, target.num_hidden_layers),
         "target_num_hidden_layers": target.num_hidden_layers,

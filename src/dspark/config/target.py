@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, PrivateAttr, model_validator
 
 from dspark.config.architecture import Frozen, RopeParameters
 from dspark.errors import ConfigError
+
+UNBOUNDED = 1 << 30  # positions of a target whose config names no limit
 
 
 class TargetShape(Frozen):
@@ -39,6 +41,7 @@ class TargetShape(Frozen):
     rms_norm_eps: float = Field(gt=0)
     parameters: PositiveInt | None = None
     active_parameters: PositiveInt | None = None
+    _longest: int | None = PrivateAttr(None)
 
     @model_validator(mode="before")
     @classmethod
@@ -68,14 +71,21 @@ class TargetShape(Frozen):
             num_key_value_heads=int(raw.get("num_key_value_heads") or heads),
             head_dim=int(head_dim or hidden // heads),
             vocab_size=int(raw["vocab_size"]),
-            max_position_embeddings=int(raw.get("max_position_embeddings") or 1 << 30),
+            max_position_embeddings=int(raw.get("max_position_embeddings") or UNBOUNDED),
             rms_norm_eps=float(raw.get("rms_norm_eps") or 1e-5),
         )
 
     def within(self, max_context: int) -> TargetShape:
         """The shape of the same target run with at most ``max_context`` positions."""
-        limit = min(self.max_position_embeddings, max_context)
-        return self.model_copy(update={"max_position_embeddings": limit})
+        own = self.max_position_embeddings
+        shape = self.model_copy(update={"max_position_embeddings": min(own, max_context)})
+        shape._longest = own if max_context < own < UNBOUNDED else None
+        return shape
+
+    @property
+    def longest(self) -> int:
+        """The target's own positions, which a draft may be served at however short it trained."""
+        return self._longest or self.max_position_embeddings
 
 
 def check_shape(written: TargetShape | None, real: TargetShape) -> None:
