@@ -1,6 +1,6 @@
 """Find the vLLM environment, and run a program of this folder in it.
 
-vLLM pins its own torch and transformers, so it lives apart: ``make vllm-env`` creates ``.venv-vllm``
+vLLM pins its own torch and transformers, so it lives apart: ``make vllm`` creates ``.venv-vllm``
 and ``DSPARK_VLLM_PYTHON`` names the interpreter of another one. Without either, tests are skipped.
 """
 
@@ -26,7 +26,7 @@ def vllm_python() -> Path:
     named = os.environ.get(VARIABLE)
     python = Path(named) if named else HERE.parents[1] / ".venv-vllm" / "bin" / "python"
     if not python.is_file():
-        pytest.skip(f"no vLLM environment at {python}: run `make vllm-env` or set {VARIABLE}")
+        pytest.skip(f"no vLLM environment at {python}: run `make vllm` or set {VARIABLE}")
     return python
 
 
@@ -38,25 +38,40 @@ class Verdict:
     outputs: dict[str, Tensor]
 
 
-def judge(program: str, folder: Path, inputs: dict[str, Tensor] | None = None) -> Verdict:
-    """Run ``program`` on ``folder`` (with ``target`` and ``draft`` in it) and read its verdict."""
-    python = vllm_python()
-    if inputs:
-        save_file({n: t.contiguous() for n, t in inputs.items()}, folder / "inputs.safetensors")
-    environment = {
+def environment(*, plugin: bool) -> dict[str, str]:
+    """Variables for a process of that environment; with ``plugin`` it runs this checkout's dspark,
+    without it nothing of dspark can be imported by accident."""
+    variables = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(HERE.parents[1] / "src"),
+        "VLLM_PLUGINS": "dspark",
     }
-    environment.pop("PYTHONPATH", None)
+    if not plugin:
+        del variables["PYTHONPATH"]
+        variables["VLLM_PLUGINS"] = ""
+    return variables
+
+
+def judge(
+    program: str, folder: Path, inputs: dict[str, Tensor] | None = None, *, plugin: bool = False
+) -> Verdict:
+    """Run ``program`` on ``folder`` (with ``target`` and ``draft`` in it) and read its verdict."""
+    python = vllm_python()
+    if inputs:
+        save_file({n: t.contiguous() for n, t in inputs.items()}, folder / "inputs.safetensors")
     done = subprocess.run(
         [str(python), str(HERE / program), str(folder)],
         capture_output=True,
         text=True,
         timeout=280,
-        env=environment,
+        env=environment(plugin=plugin),
         check=False,
     )
     assert done.returncode == 0, f"{program} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"

@@ -1,0 +1,82 @@
+"""The only file that changes vLLM: two names, both on its V1 (CPU) runner.
+
+1. ``VllmConfig._get_v1_model_runner_unsupported_features`` lists ``dspark speculative decoding``
+   whole. The entry is replaced by what this plugin cannot do, so that vLLM's own error names it.
+2. ``gpu_model_runner.EagleProposer``, which the V1 runner would construct for the method, is
+   replaced by a subclass that makes our proposer for it and stays itself for every other method.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.worker import gpu_model_runner
+
+from dspark.vllm_plugin.proposer import DSparkProposer
+
+REFUSED_BY_V1 = "dspark speculative decoding"
+_MARK = "_dspark_plugin"
+
+
+def apply() -> None:
+    """Patch this process, once."""
+    if getattr(VllmConfig, _MARK, False):
+        return
+    listed = VllmConfig._get_v1_model_runner_unsupported_features
+
+    def unsupported(self: Any) -> list[str]:
+        features: list[str] = listed(self)
+        if REFUSED_BY_V1 not in features:
+            return features
+        return [f for f in features if f != REFUSED_BY_V1] + refusals(self)
+
+    eagle: Any = gpu_model_runner.EagleProposer
+
+    class EagleOrDSpark(eagle):
+        """Constructed for drafts of the EAGLE family, to which vLLM counts DSpark."""
+
+        def __new__(cls, vllm_config: Any, device: Any, runner: Any = None) -> Any:
+            if vllm_config.speculative_config.method == "dspark":
+                return DSparkProposer(vllm_config, device, runner)
+            return super().__new__(cls)
+
+    VllmConfig._get_v1_model_runner_unsupported_features = unsupported
+    gpu_model_runner.EagleProposer = EagleOrDSpark
+    setattr(VllmConfig, _MARK, True)
+
+
+def refusals(config: Any) -> list[str]:
+    """What of a DSpark configuration this plugin cannot do, as vLLM will print it."""
+    speculative = config.speculative_config
+    draft = speculative.draft_model_config
+    fields = draft.hf_config
+    out: list[str] = []
+    if "Qwen3DSparkModel" not in draft.architectures:
+        out.append(f"dspark drafts of the kind {', '.join(draft.architectures)} on a CPU")
+    if speculative.rejection_sample_method != "standard":
+        out.append(
+            f"rejection_sample_method {speculative.rejection_sample_method} with dspark on a CPU "
+            "(use standard)"
+        )
+    if not getattr(fields, "sample_from_anchor", True):
+        out.append("dspark drafts with a bonus anchor (sample_from_anchor false) on a CPU")
+    if getattr(fields, "dspark_draft_topk", None) is not None:
+        out.append("dspark_draft_topk on a CPU")
+    if speculative.num_speculative_tokens_per_batch_size:
+        out.append("num_speculative_tokens_per_batch_size with dspark on a CPU")
+    trained = getattr(fields, "block_size", None)
+    if trained is not None and speculative.num_speculative_tokens > trained:
+        out.append(
+            f"num_speculative_tokens {speculative.num_speculative_tokens}, more than the block of "
+            f"{trained} this draft was trained with"
+        )
+    if getattr(fields, "draft_vocab_size", fields.vocab_size) not in (None, fields.vocab_size):
+        out.append("dspark drafts with a vocabulary of their own on a CPU")
+    positions = getattr(fields, "max_position_embeddings", None)
+    if positions is not None and config.model_config.max_model_len > positions:
+        out.append(
+            f"max_model_len {config.model_config.max_model_len} beyond the draft's {positions} "
+            f"positions (use --max-model-len {positions})"
+        )
+    return out
