@@ -84,6 +84,10 @@ class DecodingError(DSparkError):
     """An unsupported combination of verification mode, draft sampling and parameters."""
 
 
+class EngineProcessError(DSparkError):
+    """Another engine's process that ended without doing what it was asked."""
+
+
 class EndpointError(DSparkError):
     """A server that is not there, refuses a request, or does not tell the truth; names it.
 

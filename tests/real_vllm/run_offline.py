@@ -33,7 +33,9 @@ def record_drafts(drafted: list[Any]) -> None:
         tokens = propose(self, *args, **named)
         positions = self.positions[: tokens.numel()].view(tokens.shape)[:, 0]
         requests = self._runner.input_batch.req_ids
-        rows = zip(requests, positions.tolist(), self._anchors.tolist(), tokens.tolist(), strict=True)
+        rows = zip(
+            requests, positions.tolist(), self._anchors.tolist(), tokens.tolist(), strict=True
+        )
         drafted.extend(rows)
         return tokens
 
@@ -44,9 +46,7 @@ def main() -> None:
     folder: Path = job_folder()
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     drafted: list[Any] = []
-    llm = LLM(
-        dtype="float32", enforce_eager=True, seed=0, disable_log_stats=False, **job["engine"]
-    )
+    llm = LLM(dtype="float32", enforce_eager=True, seed=0, disable_log_stats=False, **job["engine"])
     if "speculative_config" in job["engine"]:
         record_drafts(drafted)
     out = []

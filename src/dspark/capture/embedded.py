@@ -141,25 +141,56 @@ def _require_vocabulary(target: Target, answers: Sequence[Answer]) -> None:
 def _record(
     target: Target, answer: Answer, taps: Tensor, final: Tensor, dtype: torch.dtype
 ) -> HiddenRecord:
-    mask = torch.tensor(answer.loss_mask, dtype=torch.uint8)
     stored = final.to(dtype)
-    log_z = torch.full((len(answer.ids),), float("nan"))
-    greedy = torch.full((len(answer.ids),), -1, dtype=torch.int32)
     answered = slice(answer.prompt_length - 1, None)
-    greedy[answered] = target.logits(final[answered]).argmax(-1).int().cpu()
     logits = target.logits(stored[answered].to(final.dtype)).float()
-    log_z[answered] = torch.logsumexp(logits, -1).cpu()
+    return make_record(
+        answer,
+        taps,
+        stored,
+        dtype=dtype,
+        layer_ids=target.layer_ids,
+        greedy=target.logits(final[answered]).argmax(-1),
+        log_z=torch.logsumexp(logits, -1),
+        engine=engine_name(target),
+    )
+
+
+def make_record(
+    answer: Answer,
+    taps: Tensor,
+    final: Tensor,
+    *,
+    dtype: torch.dtype,
+    layer_ids: tuple[int, ...],
+    greedy: Tensor,
+    log_z: Tensor,
+    engine: str,
+) -> HiddenRecord:
+    """The record of one replayed answer of S tokens, whichever engine replayed it.
+
+    Args:
+        taps: [S, L, H].
+        final: [S, H], after the final norm, in ``dtype`` already.
+        greedy, log_z: from the last token of the prompt on, [S - prompt_length + 1].
+        engine: who made the states.
+    """
+    length, answered = len(answer.ids), slice(answer.prompt_length - 1, None)
+    every_greedy = torch.full((length,), -1, dtype=torch.int32)
+    every_greedy[answered] = greedy.int().cpu()
+    every_log_z = torch.full((length,), float("nan"))
+    every_log_z[answered] = log_z.float().cpu()
     return HiddenRecord(
         id=answer.id,
         category=answer.category,
         temperature=answer.temperature,
-        layer_ids=target.layer_ids,
+        layer_ids=layer_ids,
         norm_state="post",
         ids=torch.tensor(answer.ids, dtype=torch.int32),
-        loss_mask=mask,
+        loss_mask=torch.tensor(answer.loss_mask, dtype=torch.uint8),
         taps=taps.to(dtype).cpu(),
-        final=stored.cpu(),
-        greedy=greedy,
-        log_z=log_z,
-        engine=engine_name(target),
+        final=final.cpu(),
+        greedy=every_greedy,
+        log_z=every_log_z,
+        engine=engine,
     )

@@ -75,20 +75,26 @@ class Served:
         return size
 
 
-def launch(engine: Engine, draft: Served, target: str, extra: Sequence[str]) -> Launch:
+def launch(
+    engine: Engine, draft: Served, target: str, extra: Sequence[str], *, cpu: bool = False
+) -> Launch:
     """The command for ``engine``; ``extra`` are the user's own words for it.
+
+    ``cpu``: for vLLM on a CPU, where dspark's plugin drafts: see ``dspark.vllm_plugin``.
 
     Raises:
         ConfigError: a word that makes another model of the draft, or that the engine refuses.
     """
-    make = _vllm if engine == "vllm" else _atom
-    out = make(draft, target, list(extra))
+    if engine == "atom":
+        out = _atom(draft, target, list(extra))
+    else:
+        out = _vllm(draft, target, list(extra), cpu=cpu)
     rules = [f"{c.asked}: {c.found}. {c.cause}. {c.mend}" for c in check_rules(draft.raw, (engine,))
              if c.status != "pass"]  # fmt: skip
     return Launch(out.command, (*out.warnings, *rules))
 
 
-def _vllm(draft: Served, target: str, extra: list[str]) -> Launch:
+def _vllm(draft: Served, target: str, extra: list[str], *, cpu: bool) -> Launch:
     spec: dict[str, Any] = {
         "model": draft.path,
         "method": "dspark",
@@ -99,6 +105,8 @@ def _vllm(draft: Served, target: str, extra: list[str]) -> Launch:
     if flavour_of(draft.raw) == "k3":
         # Rows of one latent for all heads, read without a causal mask: few backends can.
         spec["attention_backend"] = "FLASHINFER_MLA"
+    if cpu:
+        extra = _on_cpu(draft, spec, extra)
     extra, given = _take(extra, "--speculative-config")
     extra, tokens = _take(extra, TOKENS)
     for word in extra:
@@ -109,6 +117,11 @@ def _vllm(draft: Served, target: str, extra: list[str]) -> Launch:
         changes["num_speculative_tokens"] = _count(tokens, TOKENS)
     warnings = check_vllm(draft, changes)
     spec |= changes
+    if cpu and spec["rejection_sample_method"] != "standard":
+        raise _refusal(
+            "rejection_sample_method", "standard: all that vLLM has on a CPU",
+            repr(spec["rejection_sample_method"]),
+        )  # fmt: skip
     if (spec["draft_sample_method"], spec["rejection_sample_method"]) == ("greedy", "block"):
         warnings.append(
             "rejection_sample_method block with greedy drafts: block verification gains nothing "
@@ -117,6 +130,25 @@ def _vllm(draft: Served, target: str, extra: list[str]) -> Launch:
         )
     command = ["vllm", "serve", target, "--speculative-config", json.dumps(spec), *extra]
     return Launch(tuple(command), tuple(warnings))
+
+
+def _on_cpu(draft: Served, spec: dict[str, Any], extra: list[str]) -> list[str]:
+    """Change ``spec`` to what the CPU build can do; the words with its own settings added.
+
+    ``auto`` would round an fp32 target to bf16, and compiling takes minutes there.
+    """
+    if flavour_of(draft.raw) == "k3":
+        raise ConfigError(
+            expected="a draft of the qwen3 kind: vLLM's class for K3 drafts needs a GPU",
+            found=f"architectures {draft.raw.get('architectures')!r}",
+            where="dspark serve --engine vllm on a CPU",
+            fix="Leave --engine out: dspark's own engine serves it here.",
+        )
+    spec["rejection_sample_method"] = "standard"
+    given = {word.partition("=")[0] for word in extra}
+    if "--dtype" not in given:
+        extra = [*extra, "--dtype", "float32"]
+    return extra if "--enforce-eager" in given else [*extra, "--enforce-eager"]
 
 
 def speculative_config(text: str) -> dict[str, Any]:

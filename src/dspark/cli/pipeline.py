@@ -88,12 +88,13 @@ def config_of(run: RunContext, kind: Kind) -> dict[str, Any]:
         if recipe.train.mode == "online":
             plain["regenerate"] = recipe.regenerate.identity()
         if recipe.train.mode != "offline":
-            plain["capture"] = recipe.capture.model_dump(mode="json")
+            plain["capture"] = recipe.capture.identity()
     if kind == "prompts":
         plain["prompts"] = section_identity(recipe.prompts, run.task_items)
     if kind == "answers":
         plain["regenerate"] = recipe.regenerate.identity()
     if kind == "states":
+        plain["capture"] = recipe.capture.identity()
         ids = recipe.draft.target_layer_ids
         plain["layer_ids"] = None if ids is None else list(ids)
     if kind == "bench":

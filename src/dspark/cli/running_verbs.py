@@ -39,7 +39,7 @@ def serve(
 ) -> None:
     """Serve a draft and its target: OpenAI's API, metrics, a playground."""
     if engine != "embedded":
-        from dspark.cli.serve import plan_serving, show
+        from dspark.cli.serve import plan_serving, serve_in_vllm, show
 
         own = {
             "--host": host != "127.0.0.1", "--port": port != 8000,
@@ -50,6 +50,9 @@ def serve(
         }  # fmt: skip
         if given := [name for name, value in own.items() if value]:
             raise typer.BadParameter(f"for {engine}, put {', '.join(given)} behind --")
+        if engine == "vllm" and not plan:
+            serve_in_vllm(checkpoint, target, engine_args or [])
+            return
         show(
             plan_serving(checkpoint, engine, target, engine_args or [], plan=plan), as_json=as_json
         )

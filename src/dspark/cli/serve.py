@@ -1,6 +1,7 @@
-"""``dspark serve DRAFT --engine vllm|atom --plan``: print the launch line of another engine.
+"""``dspark serve DRAFT --engine vllm|atom``: the launch line of another engine.
 
-dspark's own server is started in ``dspark.cli.embedded``.
+With ``--plan`` it is printed. Without, vLLM is started from the environment of ``make vllm``: this
+process becomes its server. dspark's own server is started in ``dspark.cli.embedded``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from rich.console import Console
 from rich.text import Text
 
 from dspark.checkpoint.published import read_raw
+from dspark.checkpoint.source import PACKAGE, find_target
 from dspark.cli.launch import Engine, Launch, Served, launch
+from dspark.cli.vllm_process import exec_vllm, find_vllm
 from dspark.doctor.predicates import provenance_of
 from dspark.errors import ConfigError
 
@@ -30,17 +33,54 @@ def plan_serving(
     """
     _require_plan(engine, plan)
     draft = served_draft(checkpoint)
-    provenance = provenance_of(draft.raw)
-    name = target or provenance.get("target_path") or provenance.get("target")
-    if not isinstance(name, str) or name.startswith("package:"):
-        raise ConfigError(
-            expected="a target that the engine can load: a folder or a hub id",
-            found=str(name) if name else "none in the draft's provenance",
-            where="dspark serve --target",
-            fix="Name it: --target ORG/NAME.",
-        )
+    name = target_name(draft, target)
+    if name is None or name.startswith(PACKAGE):
+        raise _no_target(name or "none in the draft's provenance")
     chosen: Engine = "vllm" if engine == "vllm" else "atom"
     return launch(chosen, draft, name, extra)
+
+
+def target_name(draft: Served, target: str | None) -> str | None:
+    """What was asked for, or what the draft was trained for; None when neither says."""
+    provenance = provenance_of(draft.raw)
+    name = target or provenance.get("target_path") or provenance.get("target")
+    return name if isinstance(name, str) else None
+
+
+def serve_in_vllm(checkpoint: Path, target: str | None, extra: list[str]) -> None:
+    """Become vLLM's server with this draft; does not return.
+
+    A target in a GGUF, which vLLM does not read, is written out as safetensors once, beside the
+    draft's folder.
+
+    Raises:
+        ConfigError: no environment with vLLM, a version that dspark's plugin does not know on a
+            CPU, no target, or a contradicting word.
+        CheckpointError: no config.json.
+    """
+    import torch
+
+    from dspark.checkpoint.materialise import safetensors_source
+
+    draft = served_draft(checkpoint)
+    name = target_name(draft, target)
+    if name is None:
+        raise _no_target("none in the draft's provenance")
+    found = find_vllm()
+    if found.cpu and not (found.known and found.plugin):
+        raise ConfigError(
+            expected="a vLLM that dspark's plugin knows, with dspark installed beside it",
+            found=f"vLLM {found.version}, plugin {'there' if found.plugin else 'absent'}",
+            where=found.python,
+            fix="Run `make vllm`.",
+        )
+    launch("vllm", draft, name, extra, cpu=found.cpu)  # refuses before anything is written
+    if name.startswith(PACKAGE) or Path(name).exists():
+        folder = checkpoint.resolve().parent / "vllm-target-float32"
+        name = safetensors_source(find_target(name), folder, torch.float32)
+    planned = launch("vllm", draft, name, extra, cpu=found.cpu)
+    show(planned, as_json=False, err=True)
+    exec_vllm(found, planned.command[1:])
 
 
 def served_draft(checkpoint: Path) -> Served:
@@ -62,7 +102,7 @@ def _require_plan(engine: str, plan: bool) -> None:
             where="dspark serve --engine",
             fix="Name one of them.",
         )
-    if not plan:
+    if engine == "atom" and not plan:
         raise ConfigError(
             expected=f"--plan with --engine {engine}: dspark prints that engine's launch line",
             found="a request to serve",
@@ -70,6 +110,15 @@ def _require_plan(engine: str, plan: bool) -> None:
             fix="Add --plan and run the line it prints, or leave --engine out: dspark serves with "
             "its own engine.",
         )
+
+
+def _no_target(found: str) -> ConfigError:
+    return ConfigError(
+        expected="a target that the engine can load: a folder or a hub id",
+        found=found,
+        where="dspark serve --target",
+        fix="Name it: --target ORG/NAME.",
+    )
 
 
 def _accept_rates(checkpoint: Path) -> tuple[float, ...]:
@@ -81,13 +130,13 @@ def _accept_rates(checkpoint: Path) -> tuple[float, ...]:
         return ()
 
 
-def show(planned: Launch, *, as_json: bool) -> None:
-    """The command on stdout; what contradicts the checkpoint on stderr."""
+def show(planned: Launch, *, as_json: bool, err: bool = False) -> None:
+    """The command on stdout (``err``: on stderr); what contradicts the checkpoint on stderr."""
     if as_json:
         out = {"command": list(planned.command), "shell": planned.shell}
         typer.echo(json.dumps({**out, "warnings": list(planned.warnings)}, indent=2))
         return
-    typer.echo(planned.shell)
+    typer.echo(planned.shell, err=err)
     console = Console(stderr=True, soft_wrap=True)
     for warning in planned.warnings:
         console.print(Text(f"warning: {warning}", style="yellow"))

@@ -14,7 +14,7 @@ EngineArgs = Annotated[
     typer.Argument(metavar="[-- ENGINE ARGS]", help="Passed on to vLLM or ATOM, after --."),
 ]
 EngineName = Annotated[
-    str, typer.Option(help="embedded serves here; vllm and atom print their line (with --plan).")
+    str, typer.Option(help="embedded, vllm (--plan only prints its line), atom (with --plan).")
 ]
 Target = Annotated[
     str | None, typer.Option(help="Folder or hub id; the one in provenance when left out.")

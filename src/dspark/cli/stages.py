@@ -24,6 +24,7 @@ from dspark.checkpoint.target import LoadedTarget
 from dspark.cli.answer_stage import run_answers, write_user_turns
 from dspark.cli.console import Screen
 from dspark.cli.context import RunContext, StageResult
+from dspark.cli.vllm_capture import capture_in_vllm
 from dspark.config.architecture import DraftConfig
 from dspark.config.recipe import BenchSection
 from dspark.config.resolve import differences, draft_config, layer_ids
@@ -89,25 +90,34 @@ def run_prompts(run: RunContext, folder: Path) -> StageResult:
 
 
 def run_states(run: RunContext, folder: Path) -> StageResult:
-    """Answers replayed: hidden records."""
-    target, section = run.target, run.recipe.capture
+    """Answers replayed: hidden records, from our own target or from vLLM."""
+    section = run.recipe.capture
     answers = read_answers(run.folder("answers"))
     (folder / STATES).mkdir(exist_ok=True)
     store = DiskStore(folder / STATES)
     store.gc()
-    model = target.build(layer_ids(run.recipe.draft, target.num_layers), section.precision)
+    if section.engine == "vllm":
+        ids = layer_ids(run.recipe.draft, run.shape.num_hidden_layers)
+    else:
+        ids = layer_ids(run.recipe.draft, run.target.num_layers)
     total = sum(len(a.ids) for a in answers)
     with run.screen.bar("hidden states (tokens)", total) as bar:
-        capture(
-            model,
-            answers,
-            store,
-            batch_tokens=section.batch_tokens,
-            dtype=getattr(torch, section.dtype),
-            on_tokens=bar.advance,
-        )
+        if section.engine == "vllm":
+            present = set(store.ids())
+            bar.advance(sum(len(a.ids) for a in answers if a.id in present))
+            capture_in_vllm(run, store.folder, ids, bar.advance)
+        else:
+            capture(
+                run.target.build(ids, section.precision),
+                answers,
+                store,
+                batch_tokens=section.batch_tokens,
+                dtype=getattr(torch, section.dtype),
+                on_tokens=bar.advance,
+            )
     health = store.health()
-    notes = {"layer_ids": list(model.layer_ids), "norm_state": "post", "dtype": section.dtype}
+    notes = {"layer_ids": list(ids), "norm_state": "post", "dtype": section.dtype}
+    notes["engine"] = section.engine
     line = f"{health['records']} records, {total:,} tokens, {health['bytes'] / 1e9:.2f} GB"
     return StageResult({**health, "tokens": total}, notes, line)
 

@@ -7,7 +7,7 @@ before it starts rather than after an hour of flat losses. Cross-section rules l
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -44,11 +44,23 @@ class TargetSection(Frozen):
 
 
 class CaptureSection(Frozen):
-    """Hidden states of answers, replayed through the target by prefill."""
+    """Hidden states of answers, replayed through the target by prefill.
 
+    ``engine: vllm`` lets the real vLLM do it, in an environment of its own (``make vllm``), where
+    ``precision`` is the dtype of the whole engine.
+    """
+
+    engine: Literal["embedded", "vllm"] = "embedded"
     precision: Literal["float32", "bfloat16"] = "float32"
     batch_tokens: PositiveInt = 4096
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the states; the usual engine is left out, as before there was a choice."""
+        plain = self.model_dump(mode="json")
+        if self.engine == "embedded":
+            del plain["engine"]
+        return plain
 
 
 class DraftSection(Frozen):
@@ -210,6 +222,15 @@ class Recipe(Frozen):
     train: TrainSection = TrainSection()
     cluster: ClusterSection | None = None
     bench: BenchSection = BenchSection()
+
+    @model_validator(mode="after")
+    def _teacher_fits(self) -> Recipe:
+        if self.capture.engine == "vllm" and self.train.mode != "offline":
+            raise ValueError(
+                f"capture.engine: vllm writes states to disk, found train.mode {self.train.mode}, "
+                "whose teacher is embedded"
+            )
+        return self
 
     @model_validator(mode="after")
     def _starts_fit(self) -> Recipe:

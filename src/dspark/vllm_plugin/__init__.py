@@ -38,7 +38,7 @@ def register() -> None:
 
 
 def vllm_version() -> str:
-    """Release of the vLLM in this process, without its build label (``0.32.0+cpu`` -> ``0.32.0``)."""
+    """Release of the vLLM in this process, without a build label such as ``+cpu``."""
     import vllm
 
     return str(vllm.__version__).partition("+")[0]

@@ -1,16 +1,23 @@
-"""The only file that changes vLLM: two names, both on its V1 (CPU) runner.
+"""The only file that changes vLLM: three names, all of its V1 (CPU) runner.
 
 1. ``VllmConfig._get_v1_model_runner_unsupported_features`` lists ``dspark speculative decoding``
    whole. The entry is replaced by what this plugin cannot do, so that vLLM's own error names it.
 2. ``gpu_model_runner.EagleProposer``, which the V1 runner would construct for the method, is
    replaced by a subclass that makes our proposer for it and stays itself for every other method.
+3. ``rejection_sampler.expand_batch_to_tokens`` spreads a request's temperature, top_k and top_p over
+   its drafted tokens. The C++ stand-in of 0.32.0 writes into a copy unless the tensor is int64, so
+   that every sampled request under any kind of speculation is judged at the temperature that
+   happened to lie in memory: plain tensor operations instead. Greedy requests never came there.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
 from dspark.vllm_plugin.proposer import DSparkProposer
@@ -43,7 +50,22 @@ def apply() -> None:
 
     VllmConfig._get_v1_model_runner_unsupported_features = unsupported
     gpu_model_runner.EagleProposer = EagleOrDSpark
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
     setattr(VllmConfig, _MARK, True)
+
+
+def expand_batch_to_tokens(
+    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:
+    """``x`` [R] repeated per drafted token [N]; ``replace_from`` becomes ``replace_to``.
+
+    ``cu_num_tokens`` [R] are cumulative counts, the last of them ``num_tokens``.
+    """
+    counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1).long())
+    spread = x.repeat_interleave(counts)
+    if spread.shape[0] != num_tokens:
+        raise ValueError(f"{num_tokens} drafted tokens, but counts of {spread.shape[0]}")
+    return spread.masked_fill(spread == replace_from, replace_to)
 
 
 def refusals(config: Any) -> list[str]:

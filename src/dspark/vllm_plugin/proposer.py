@@ -44,8 +44,8 @@ class DSparkProposer(DFlashProposer):
             super().__init__(vllm_config, device, runner)
         finally:
             speculative.method = "dspark"
-        if self.input_ids.shape[0] < self.max_query_tokens:
-            self.input_ids = self.input_ids.new_zeros(self.max_query_tokens)
+        size = max(self.max_num_tokens, self.max_query_tokens)
+        self.input_ids = torch.zeros(size, dtype=torch.int32, device=device)
         self._runner = runner
         self._anchors = torch.empty(0, dtype=torch.int64, device=device)
         layers = get_eagle3_aux_layers_from_config(speculative)
@@ -131,7 +131,7 @@ class DSparkProposer(DFlashProposer):
         inside = positions < self.max_model_len
         at = positions.clamp(max=self.max_model_len - 1)
         pages = table.long().gather(1, at // self.block_size)
-        slots = pages * self.block_size + at % self.block_size
+        slots: Tensor = pages * self.block_size + at % self.block_size
         return slots.masked_fill(~inside, PADDING_SLOT_ID).flatten()
 
     def _sample_draft_tokens(
