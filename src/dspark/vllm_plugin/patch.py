@@ -4,10 +4,10 @@
    whole. The entry is replaced by what this plugin cannot do, so that vLLM's own error names it.
 2. ``gpu_model_runner.EagleProposer``, which the V1 runner would construct for the method, is
    replaced by a subclass that makes our proposer for it and stays itself for every other method.
-3. ``rejection_sampler.expand_batch_to_tokens`` spreads a request's temperature, top_k and top_p over
-   its drafted tokens. The C++ stand-in of 0.32.0 writes into a copy unless the tensor is int64, so
-   that every sampled request under any kind of speculation is judged at the temperature that
-   happened to lie in memory: plain tensor operations instead. Greedy requests never came there.
+3. ``rejection_sampler.expand_batch_to_tokens`` spreads a request's temperature, top_k and top_p
+   over its drafted tokens. The C++ stand-in of 0.32.0 writes into a copy unless the tensor is
+   int64, so that every sampled request under any kind of speculation is judged at the temperature
+   that happened to lie in memory: plain tensor operations instead. Greedy ones never came there.
 """
 
 from __future__ import annotations
