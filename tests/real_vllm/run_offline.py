@@ -33,10 +33,12 @@ def record_drafts(drafted: list[Any]) -> None:
         tokens = propose(self, *args, **named)
         positions = self.positions[: tokens.numel()].view(tokens.shape)[:, 0]
         requests = self._runner.input_batch.req_ids
+        # In the middle of a prompt a block is drafted too, behind no real anchor, and thrown away.
+        thrown = self._runner.discard_request_mask.np[: len(requests)].tolist()
         rows = zip(
             requests, positions.tolist(), self._anchors.tolist(), tokens.tolist(), strict=True
         )
-        drafted.extend(rows)
+        drafted.extend(row for row, gone in zip(rows, thrown, strict=True) if not gone)
         return tokens
 
     DSparkProposer.propose = looked_at
