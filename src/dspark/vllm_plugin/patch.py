@@ -1,4 +1,4 @@
-"""The only file that changes vLLM: three names, all of its V1 (CPU) runner.
+"""The only file that changes vLLM, and only its V1 (CPU) runner: four changes.
 
 1. ``VllmConfig._get_v1_model_runner_unsupported_features`` lists ``dspark speculative decoding``
    whole. The entry is replaced by what this plugin cannot do, so that vLLM's own error names it.
@@ -8,6 +8,9 @@
    over its drafted tokens. The C++ stand-in of 0.32.0 writes into a copy unless the tensor is
    int64, so that every sampled request under any kind of speculation is judged at the temperature
    that happened to lie in memory: plain tensor operations instead. Greedy ones never came there.
+4. ``CPUModelRunner._sample`` and ``_bookkeeping_sync``: a request with a seed whose prompt is not
+   finished yet gets its generator rewound, by an offset that generators on a CPU do not have;
+   0.32.0 dies of it, with and without a draft. The generator's state is put back instead.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from dspark.vllm_plugin.proposer import DSparkProposer
 
@@ -51,6 +55,7 @@ def apply() -> None:
     VllmConfig._get_v1_model_runner_unsupported_features = unsupported
     gpu_model_runner.EagleProposer = EagleOrDSpark
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+    _rewind_by_state(CPUModelRunner)
     setattr(VllmConfig, _MARK, True)
 
 
@@ -66,6 +71,34 @@ def expand_batch_to_tokens(
     if spread.shape[0] != num_tokens:
         raise ValueError(f"{num_tokens} drafted tokens, but counts of {spread.shape[0]}")
     return spread.masked_fill(spread == replace_from, replace_to)
+
+
+def _rewind_by_state(runner: Any) -> None:
+    """Unfinished prompts draw from their own generator and give the numbers back, on ``runner``."""
+    sample, bookkeep = runner._sample, runner._bookkeeping_sync
+
+    def unfinished(self: Any) -> dict[int, torch.Generator]:
+        found = self.input_batch.generators
+        gone = self.discard_request_mask.np[: self.input_batch.num_reqs]
+        return {row: found[row] for row in range(len(gone)) if gone[row] and row in found}
+
+    def sample_and_rewind(self: Any, *args: Any, **named: Any) -> Any:
+        before = [(g, g.get_state()) for g in unfinished(self).values()]
+        output = sample(self, *args, **named)
+        for generator, state in before:
+            generator.set_state(state)
+        return output
+
+    def bookkeep_without(self: Any, *args: Any, **named: Any) -> Any:
+        aside = unfinished(self)
+        for row in aside:
+            del self.input_batch.generators[row]
+        try:
+            return bookkeep(self, *args, **named)
+        finally:
+            self.input_batch.generators.update(aside)
+
+    runner._sample, runner._bookkeeping_sync = sample_and_rewind, bookkeep_without
 
 
 def refusals(config: Any) -> list[str]:

@@ -1,0 +1,176 @@
+"""``dspark serve --engine vllm``: a real server with our draft, asked by our own commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trained_pair import TrainedPair, trained_pair
+from vllm_environment import environment, vllm_python
+
+from conftest import dspark
+from dspark.bench.figures.schema import SuiteResults
+from dspark.hidden.answers import read_answers
+
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+
+START = 200  # seconds; half a minute on an idle machine
+
+
+def variables() -> dict[str, str]:
+    found = {**environment(plugin=True), "DSPARK_VLLM_PYTHON": str(vllm_python())}
+    del found["VLLM_ENABLE_V1_MULTIPROCESSING"]  # as users run it: engine in a process of its own
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def answers_at(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as reply:
+            return reply.status == 200
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def pair(request: pytest.FixtureRequest) -> TrainedPair:
+    vllm_python()
+    return trained_pair(Path(request.config.cache.mkdir("vllm")))
+
+
+@pytest.fixture(scope="module")
+def server(pair: TrainedPair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Url of a server that our own command has become."""
+    port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
+    command = [sys.executable, "-m", "dspark", "serve", str(pair.draft), "--engine", "vllm", "--",
+               "--port", str(port), "--host", "127.0.0.1", "--max-model-len", "256",
+               "--max-num-seqs", "8", "--max-num-batched-tokens", "128",
+               "--served-model-name", "tiny"]  # fmt: skip
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, env=variables(), start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + START
+        while not answers_at(f"http://127.0.0.1:{port}/health"):
+            assert process.poll() is None, log.read_text()[-6000:]
+            assert time.monotonic() < deadline, log.read_text()[-6000:]
+            time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}"
+        assert process.poll() is None, f"the server died:\n{log.read_text()[-6000:]}"
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(
+        f"{url}/v1/completions",
+        json.dumps({"model": "tiny", **body}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        found: dict[str, Any] = json.load(reply)
+        return found
+
+
+def test_answers_of_vllm_become_rows_with_their_real_token_ids(
+    server: str, pair: TrainedPair, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copytree(pair.root / "run" / "prompts", run / "prompts")
+    endpoints = f'regenerate.endpoints=[{{"url": "{server}", "concurrency": 8}}]'
+    # Sampled ones are sent with a seed of their own, and prompts come in chunks.
+    warm = "regenerate.temperatures=[0, 1]"
+    done = dspark("regenerate", str(pair.root / "grouped.yaml"), f"output={run}", endpoints, warm)
+    assert done.returncode == 0, done.stderr
+    theirs = {a.id: a for a in read_answers(run / "answers")}
+    ours = {a.id: a for a in read_answers(pair.root / "run" / "answers")}
+    assert set(theirs) == set(ours)
+    cold = [a for a in theirs.values() if a.temperature == 0]
+    assert 20 < len(cold) < len(theirs) - 20
+    # Greedy: the embedded engine and vLLM wrote the same tokens, from the same prompt ids.
+    same = [a.ids == ours[a.id].ids for a in cold if ours[a.id].temperature == 0]
+    assert sum(same) >= 0.98 * len(same) > 10
+    for answer in theirs.values():
+        assert answer.ids[: answer.prompt_length] == ours[answer.id].ids[: answer.prompt_length]
+        assert answer.generation is not None
+        assert answer.generation.server == server
+
+
+def bench(out: Path, *what: str) -> SuiteResults:
+    data = out.parent / "data"
+    data.mkdir(exist_ok=True)
+    names = ("tom", "mia", "ben")
+    rows = [
+        {"turns": [f"{names[i % 3]} has {1 + i % 9} and gets {1 + i // 9 % 9}"], "n": i}
+        for i in range(257)
+    ]
+    (data / "mbpp.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = dspark(
+        "bench", *what, "--task", "mbpp", "--data", str(data), "--out", str(out), "prompts=24",
+        "max_tokens=64", "warm_up=0", "temperatures=[0]",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return SuiteResults.model_validate_json(out.read_text())
+
+
+def test_acceptance_from_its_metrics_lies_in_the_interval_of_our_engine(
+    server: str, pair: TrainedPair, tmp_path: Path
+) -> None:
+    theirs = bench(tmp_path / "vllm.json", "--base-url", server)
+    ours = bench(tmp_path / "own.json", str(pair.draft))
+    (a,), (b,) = theirs.arms, ours.arms
+    assert a.source != b.source
+    assert a.acceptance is not None
+    assert b.acceptance is not None
+    assert b.acceptance.interval is not None
+    assert a.acceptance.length is not None
+    low, high = b.acceptance.interval
+    # Behind the end of an answer vLLM counts what our engine leaves out: the last step's room.
+    assert low > 4
+    assert low <= a.acceptance.length <= high + 0.5
+    texts = [[p.digests for p in arm.prompts] for arm in (a, b)]
+    assert texts[0] == texts[1]
+
+
+def test_what_the_cpu_runner_cannot_do_is_refused_and_never_ignored(pair: TrainedPair) -> None:
+    for words, said in (
+        (["--speculative-config", '{"rejection_sample_method": "block"}'], "standard"),
+        (["--num-speculative-tokens", "9"], "7"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "dspark", "serve", str(pair.draft), "--engine", "vllm", "--",
+             *words],
+            capture_output=True, text=True, timeout=120, env=variables(), check=False,
+        )  # fmt: skip
+        assert done.returncode == 2, done.stderr
+        assert said in done.stderr
+
+
+def test_a_seeded_answer_can_be_asked_for_again(server: str) -> None:
+    body = {"prompt": [1, 5, *range(10, 40)] * 5, "max_tokens": 24, "temperature": 1, "seed": 11}
+    cut, whole = (ask(server, body)["choices"][0]["text"] for _ in range(2))
+    assert len(cut) > 0
+    assert len(whole) > 0
