@@ -24,7 +24,7 @@ from dspark.hidden.answers import Answer, write_answers
 from dspark.hidden.disk import DiskStore
 from dspark.hidden.record import HiddenRecord
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
 
 TEXT = (
     "The sea was calm when the two keepers climbed the lighthouse. One of them carried 3 lamps, "
@@ -54,7 +54,7 @@ def captured(
         [str(vllm_python()), "-m", "dspark.vllm_plugin.capture", str(root / "job.json")],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         env=environment(plugin=True),
         check=False,
     )
@@ -151,12 +151,13 @@ def test_a_recipe_that_captures_with_vllm_trains_to_the_same_losses(
         run = tmp_path / engine
         run.mkdir()
         for stage in ("prompts", "answers"):
-            shutil.copytree(pair.root / "run" / stage, run / stage)
-        done = dspark(
-            "train", str(pair.root / "grouped.yaml"), f"output={run}", f"capture.engine={engine}",
-            "train.epochs=1",
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+            shutil.copytree(pair.run / stage, run / stage)
+        for verb in ("capture", "train"):
+            done = dspark(
+                verb, str(pair.recipe), f"output={run}", f"capture.engine={engine}",
+                "train.epochs=1",
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
         histories[engine] = json.loads((run / "draft" / "training.json").read_text())
         manifest = json.loads((run / "states" / "manifest.json").read_text())
         assert manifest["notes"]["engine"] == engine

@@ -28,7 +28,7 @@ from dspark.engine.drafter import Block, Drafter
 from dspark.engine.sampler import RequestSampler
 from dspark.model.cache import Span
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
 
 CONTEXT, WIDTH = 256, 7
 GREEDY = {"temperature": 0, "max_tokens": 64}

@@ -23,7 +23,7 @@ from conftest import dspark
 from dspark.bench.figures.schema import SuiteResults
 from dspark.hidden.answers import read_answers
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
 
 START = 200  # seconds; half a minute on an idle machine
 
@@ -99,14 +99,14 @@ def test_answers_of_vllm_become_rows_with_their_real_token_ids(
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    shutil.copytree(pair.root / "run" / "prompts", run / "prompts")
+    shutil.copytree(pair.run / "prompts", run / "prompts")
     endpoints = f'regenerate.endpoints=[{{"url": "{server}", "concurrency": 8}}]'
     # Sampled ones are sent with a seed of their own, and prompts come in chunks.
     warm = "regenerate.temperatures=[0, 1]"
-    done = dspark("regenerate", str(pair.root / "grouped.yaml"), f"output={run}", endpoints, warm)
+    done = dspark("regenerate", str(pair.recipe), f"output={run}", endpoints, warm)
     assert done.returncode == 0, done.stderr
     theirs = {a.id: a for a in read_answers(run / "answers")}
-    ours = {a.id: a for a in read_answers(pair.root / "run" / "answers")}
+    ours = {a.id: a for a in read_answers(pair.run / "answers")}
     assert set(theirs) == set(ours)
     cold = [a for a in theirs.values() if a.temperature == 0]
     assert 20 < len(cold) < len(theirs) - 20

@@ -1,4 +1,4 @@
-"""A tiny Qwen3 target and a qwen3 draft for it, both trained on the spot; as vLLM can serve them.
+"""A tiny Qwen3 target and a draft of either flavour for it, trained on the spot, for real vLLM.
 
 Heads are 32 wide because vLLM's CPU attention takes no narrower ones.
 """
@@ -19,7 +19,7 @@ from conftest import dspark, write_prompts
 
 RECIPE = """\
 name: grouped
-output: {root}/run
+output: {root}/{flavour}
 target: {{source: {root}/target, max_context: 256}}
 prompts:
   workload: [sums]
@@ -28,10 +28,10 @@ prompts:
 regenerate: {{max_new_tokens: 64, batch_size: 32}}
 capture: {{batch_tokens: 1024, dtype: float32}}
 draft:
-  flavour: qwen3
+  flavour: {flavour}
   num_hidden_layers: 3
   intermediate_size: 192
-  head_dim: 32
+  {sizes}
   mask_token_id: 4
   markov_rank: 24
   target_layer_ids: [0, 1, 2]
@@ -48,19 +48,35 @@ bench: {{max_new_tokens: 64, speed_prompts: 2, repeats: 1}}
 """
 
 
+SIZES = {
+    "qwen3": "head_dim: 32",
+    "k3": "q_lora_rank: 48\n  kv_lora_rank: 32\n  qk_nope_head_dim: 16\n  qk_rope_head_dim: 16\n"
+    "  v_head_dim: 16",
+}
+
+
 @dataclass(frozen=True)
 class TrainedPair:
-    """Folders below ``root``: ``target``, ``run`` (with ``run/draft``); ``prompts.jsonl``."""
+    """Folders below ``root``: ``target`` and a finished run per flavour; ``prompts.jsonl``."""
 
     root: Path
+    flavour: str
 
     @property
     def target(self) -> Path:
         return self.root / "target"
 
     @property
+    def run(self) -> Path:
+        return self.root / self.flavour
+
+    @property
     def draft(self) -> Path:
-        return self.root / "run" / "draft"
+        return self.run / "draft"
+
+    @property
+    def recipe(self) -> Path:
+        return self.root / f"{self.flavour}.yaml"
 
     def questions(self, count: int) -> list[str]:
         """From the end of the file: few of them were trained on."""
@@ -93,19 +109,20 @@ def make_target(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def trained_pair(cache: Path) -> TrainedPair:
+def trained_pair(cache: Path, flavour: str = "qwen3") -> TrainedPair:
     """Made once for the content of the files that decide it, and kept below ``cache``."""
     files = (Path(__file__), Path(tiny_model.__file__))
     key = hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:12]
     root = cache / f"grouped-{key}"
     with FileLock(f"{root}.lock"):
+        pair = TrainedPair(root, flavour)
         if not (root / "done").exists():
             shutil.rmtree(root, ignore_errors=True)
             make_target(root / "target")
             write_prompts(root / "prompts.jsonl")
-            recipe = root / "grouped.yaml"
-            recipe.write_text(RECIPE.format(root=root))
-            done = dspark("run", str(recipe))
-            assert done.returncode == 0, done.stdout + done.stderr
             (root / "done").touch()
-    return TrainedPair(root)
+        if not (pair.run / "summary.json").exists():
+            pair.recipe.write_text(RECIPE.format(root=root, flavour=flavour, sizes=SIZES[flavour]))
+            done = dspark("run", str(pair.recipe))
+            assert done.returncode == 0, done.stdout + done.stderr
+    return pair

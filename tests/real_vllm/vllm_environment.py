@@ -70,7 +70,7 @@ def judge(
         [str(python), str(HERE / program), str(folder)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         env=environment(plugin=plugin),
         check=False,
     )

@@ -24,8 +24,10 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from dspark.vllm_plugin.latent import LatentProposer
 from dspark.vllm_plugin.proposer import DSparkProposer
 
+LATENT = "K3DSparkModel"
 REFUSED_BY_V1 = "dspark speculative decoding"
 _MARK = "_dspark_plugin"
 
@@ -48,9 +50,12 @@ def apply() -> None:
         """Constructed for drafts of the EAGLE family, to which vLLM counts DSpark."""
 
         def __new__(cls, vllm_config: Any, device: Any, runner: Any = None) -> Any:
-            if vllm_config.speculative_config.method == "dspark":
-                return DSparkProposer(vllm_config, device, runner)
-            return super().__new__(cls)
+            speculative = vllm_config.speculative_config
+            if speculative.method != "dspark":
+                return super().__new__(cls)
+            latent = LATENT in speculative.draft_model_config.architectures
+            made = LatentProposer if latent else DSparkProposer
+            return made(vllm_config, device, runner)
 
     VllmConfig._get_v1_model_runner_unsupported_features = unsupported
     gpu_model_runner.EagleProposer = EagleOrDSpark
@@ -107,7 +112,7 @@ def refusals(config: Any) -> list[str]:
     draft = speculative.draft_model_config
     fields = draft.hf_config
     out: list[str] = []
-    if "Qwen3DSparkModel" not in draft.architectures:
+    if not {"Qwen3DSparkModel", LATENT} & set(draft.architectures):
         out.append(f"dspark drafts of the kind {', '.join(draft.architectures)} on a CPU")
     if speculative.rejection_sample_method != "standard":
         out.append(

@@ -27,10 +27,11 @@ from torch import Tensor
 from vllm import _custom_ops
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.dflash import DFlashProposer
-from vllm.v1.spec_decode.llm_base_proposer import compute_probs_and_sample_next_token
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 from vllm.v1.worker.gpu.spec_decode.dspark.utils import load_dspark_model
 from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
+
+from dspark.vllm_plugin.drawing import draw_block
 
 
 class DSparkProposer(DFlashProposer):
@@ -143,20 +144,18 @@ class DSparkProposer(DFlashProposer):
         base = self.model.compute_draft_logits(hidden_states)
         base = base.view(-1, width, base.shape[-1])
         drawn = self._enable_probabilistic_draft_probs and not sampling_metadata.all_greedy
-        previous, tokens, probs = self._anchors, [], []
-        for k in range(width):
-            logits = base[:, k] + self.model.markov_bias(self.model.markov_embed(previous))
-            if drawn:
-                previous, q = compute_probs_and_sample_next_token(
-                    logits, sampling_metadata, self.use_fp64_gumbel
-                )
-                probs.append(q)
-            else:
-                previous = logits.argmax(dim=-1)
-            previous = previous.long()
-            tokens.append(previous)
-        found = torch.stack(tokens, dim=1).flatten()
-        return found, torch.stack(probs, dim=1).flatten(0, 1) if drawn else None
+
+        def bias(k: int, previous: Tensor) -> Tensor:
+            found: Tensor = self.model.markov_bias(self.model.markov_embed(previous))
+            return found
+
+        return draw_block(
+            base,
+            self._anchors,
+            bias,
+            sampling_metadata if drawn else None,
+            fp64=self.use_fp64_gumbel,
+        )
 
 
 def _normalize_layer_by_layer(model: Any, keys: Tensor) -> Tensor:
