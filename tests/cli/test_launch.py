@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,21 @@ def test_a_config_the_engine_misreads_is_told_beside_the_line() -> None:
     assert line("vllm", rope_interleave=True).warnings == ()
 
 
+@pytest.mark.parametrize("config", [K3, QWEN3])
+def test_on_a_cpu_the_line_asks_for_what_the_plugin_can_do(config) -> None:
+    raw = {k: v for k, v in config.to_json().items() if v is not None}
+    draft = Served(PATH, raw, RATES)
+    found = launch("vllm", draft, TARGET, ("--port", "8001"), cpu=True)
+    assert spec(found)["rejection_sample_method"] == "standard"
+    assert "attention_backend" not in spec(found)
+    assert found.command[-5:] == ("--port", "8001", "--dtype", "float32", "--enforce-eager")
+    own = launch("vllm", draft, TARGET, ("--dtype=bfloat16", "--enforce-eager"), cpu=True)
+    assert own.command[-2:] == ("--dtype=bfloat16", "--enforce-eager")
+    with pytest.raises(ConfigError, match="standard"):
+        block = ("--speculative-config", '{"rejection_sample_method": "block"}')
+        launch("vllm", draft, TARGET, block, cpu=True)
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -234,12 +250,24 @@ def test_json_output_and_another_target(checkpoint, capsys) -> None:
 def test_other_engines_are_only_planned_and_take_their_options_behind_the_dashes(
     checkpoint, capsys
 ) -> None:
-    assert run(str(checkpoint), "--engine", "vllm") == 2
+    assert run(str(checkpoint), "--engine", "atom") == 2
     assert "launch line" in capsys.readouterr().err
     assert run(str(checkpoint), "--engine", "vllm", "--plan", "--max-model-len", "4096") == 2
     assert "behind --" in capsys.readouterr().err
     assert run(str(checkpoint), "--engine", "tgi", "--plan") == 2
     assert "vllm, atom" in capsys.readouterr().err
+
+
+def test_vllm_is_started_from_its_own_environment_or_not_at_all(
+    checkpoint, tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DSPARK_VLLM_PYTHON", raising=False)
+    assert run(str(checkpoint), "--engine", "vllm") == 2
+    assert "make vllm" in capsys.readouterr().err
+    monkeypatch.setenv("DSPARK_VLLM_PYTHON", sys.executable)  # which has no vLLM
+    assert run(str(checkpoint), "--engine", "vllm") == 2
+    assert "No module named 'vllm'" in capsys.readouterr().err
 
 
 def test_a_package_target_and_an_absent_checkpoint_are_refused(

@@ -25,23 +25,32 @@ def counters(llm: LLM) -> dict[str, Any]:
 
 def record_drafts(drafted: list[Any]) -> None:
     """Look over the proposer's shoulder; nothing it does is changed."""
+    from dspark.vllm_plugin.latent import LatentProposer
     from dspark.vllm_plugin.proposer import DSparkProposer
 
-    propose = DSparkProposer.propose
+    for kind in (DSparkProposer, LatentProposer):
+        look_over(kind, drafted)
+
+
+def look_over(kind: Any, drafted: list[Any]) -> None:
+    propose = kind.propose
 
     def looked_at(self: Any, *args: Any, **named: Any) -> Any:
         tokens = propose(self, *args, **named)
-        positions = self.positions[: tokens.numel()].view(tokens.shape)[:, 0]
         requests = self._runner.input_batch.req_ids
         # In the middle of a prompt a block is drafted too, behind no real anchor, and thrown away.
         thrown = self._runner.discard_request_mask.np[: len(requests)].tolist()
         rows = zip(
-            requests, positions.tolist(), self._anchors.tolist(), tokens.tolist(), strict=True
+            requests,
+            self._anchor_positions.tolist(),
+            self._anchors.tolist(),
+            tokens.tolist(),
+            strict=True,
         )
         drafted.extend(row for row, gone in zip(rows, thrown, strict=True) if not gone)
         return tokens
 
-    DSparkProposer.propose = looked_at
+    kind.propose = looked_at
 
 
 def main() -> None:

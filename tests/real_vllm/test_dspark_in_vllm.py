@@ -1,4 +1,4 @@
-"""Our GQA drafts inside the real vLLM on a CPU, through its own ``method: dspark`` configuration.
+"""Our drafts inside the real vLLM on a CPU, through its own ``method: dspark`` configuration.
 
 Two runs of vLLM, without and with the draft, answer the same batches: short prompts, long prompts
 in chunks of 64 tokens with a shared beginning, the same again (from the prefix cache), answers up
@@ -57,10 +57,10 @@ class Asked:
         return [{"prompts": p, "sampling": s} for p, s in rows]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["qwen3", "k3"])
 def asked(request: pytest.FixtureRequest) -> Asked:
     vllm_python()
-    pair = trained_pair(Path(request.config.cache.mkdir("vllm")))
+    pair = trained_pair(Path(request.config.cache.mkdir("vllm")), request.param)
     tokenizer = load_target(TargetSection(source=str(pair.target), max_context=CONTEXT)).tokenizer
     short = [prompt_ids(tokenizer, [{"role": "user", "content": q}]) for q in pair.questions(100)]
     shots = [i for ids in short[:5] for i in ids]
@@ -185,7 +185,7 @@ def test_every_drafted_token_is_the_one_our_engine_drafts(asked: Asked, drafted:
     rows: dict[tuple[int, ...], list[torch.Tensor]] = {}
     for batch in (SHORT, LONG, AGAIN, FULL):
         found = blocks_of(drafted[batch], asked.prompts[batch])
-        assert len(found) > 100
+        assert len(found) > 50
         for text, position, anchor, tokens in found:
             assert text[position] == anchor
             key = tuple(text)

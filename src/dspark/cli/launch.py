@@ -106,7 +106,7 @@ def _vllm(draft: Served, target: str, extra: list[str], *, cpu: bool) -> Launch:
         # Rows of one latent for all heads, read without a causal mask: few backends can.
         spec["attention_backend"] = "FLASHINFER_MLA"
     if cpu:
-        extra = _on_cpu(draft, spec, extra)
+        extra = _on_cpu(spec, extra)
     extra, given = _take(extra, "--speculative-config")
     extra, tokens = _take(extra, TOKENS)
     for word in extra:
@@ -132,18 +132,12 @@ def _vllm(draft: Served, target: str, extra: list[str], *, cpu: bool) -> Launch:
     return Launch(tuple(command), tuple(warnings))
 
 
-def _on_cpu(draft: Served, spec: dict[str, Any], extra: list[str]) -> list[str]:
+def _on_cpu(spec: dict[str, Any], extra: list[str]) -> list[str]:
     """Change ``spec`` to what the CPU build can do; the words with its own settings added.
 
     ``auto`` would round an fp32 target to bf16, and compiling takes minutes there.
     """
-    if flavour_of(draft.raw) == "k3":
-        raise ConfigError(
-            expected="a draft of the qwen3 kind: vLLM's class for K3 drafts needs a GPU",
-            found=f"architectures {draft.raw.get('architectures')!r}",
-            where="dspark serve --engine vllm on a CPU",
-            fix="Leave --engine out: dspark's own engine serves it here.",
-        )
+    spec.pop("attention_backend", None)  # our own module attends there
     spec["rejection_sample_method"] = "standard"
     given = {word.partition("=")[0] for word in extra}
     if "--dtype" not in given:

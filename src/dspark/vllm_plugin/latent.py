@@ -48,7 +48,7 @@ class LatentProposer(DFlashProposer):
         self._runner = runner
         self._draft: DSparkDraft
         self._rows: list[Tensor] = []
-        self._anchors = torch.empty(0, dtype=torch.int64)
+        self._anchors = self._anchor_positions = torch.empty(0, dtype=torch.int64)
 
     def load_model(self, target_model: Any) -> None:
         del target_model  # its head is asked for logits; its embedding is in the draft's files
@@ -117,10 +117,7 @@ class LatentProposer(DFlashProposer):
         self._write(taps[kept], target_positions[kept], cad.slot_mapping[:tokens][kept])
         # The anchor sits behind the last token whose state is known.
         at = target_positions[last] + 1
-        self._anchors = next_token_ids.long()
-        self.positions[: requests * num_speculative_tokens] = at.repeat_interleave(
-            num_speculative_tokens
-        )
+        self._anchors, self._anchor_positions = next_token_ids.long(), at
         states = self._block(at, cad.block_table_tensor[:requests])[:, :num_speculative_tokens]
         drawn = self._enable_probabilistic_draft_probs and not sampling_metadata.all_greedy
         found, probs = self._draw(states, sampling_metadata if drawn else None)

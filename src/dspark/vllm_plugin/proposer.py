@@ -48,7 +48,7 @@ class DSparkProposer(DFlashProposer):
         size = max(self.max_num_tokens, self.max_query_tokens)
         self.input_ids = torch.zeros(size, dtype=torch.int32, device=device)
         self._runner = runner
-        self._anchors = torch.empty(0, dtype=torch.int64, device=device)
+        self._anchors = self._anchor_positions = torch.empty(0, dtype=torch.int64, device=device)
         layers = get_eagle3_aux_layers_from_config(speculative)
         runner.use_aux_hidden_state_outputs = True
         runner._get_eagle3_aux_layers_from_config = lambda: layers
@@ -99,7 +99,7 @@ class DSparkProposer(DFlashProposer):
         self.input_ids[:total] = self.parallel_drafting_token_id
         self.input_ids[:total].view(requests, width)[:, 0] = next_token_ids
         self.positions[:total] = wanted.clamp(max=self.max_model_len - 1).flatten()
-        self._anchors = next_token_ids.long()
+        self._anchors, self._anchor_positions = next_token_ids.long(), wanted[:, 0]
         query_start = torch.arange(requests + 1, dtype=torch.int32) * width
         upper = cad.seq_lens_cpu_upper_bound
         block = CommonAttentionMetadata(
