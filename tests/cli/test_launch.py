@@ -207,8 +207,8 @@ def test_on_a_cpu_the_line_asks_for_what_the_plugin_can_do(config) -> None:
     assert found.command[-5:] == ("--port", "8001", "--dtype", "float32", "--enforce-eager")
     own = launch("vllm", draft, TARGET, ("--dtype=bfloat16", "--enforce-eager"), cpu=True)
     assert own.command[-2:] == ("--dtype=bfloat16", "--enforce-eager")
+    block = ("--speculative-config", '{"rejection_sample_method": "block"}')
     with pytest.raises(ConfigError, match="standard"):
-        block = ("--speculative-config", '{"rejection_sample_method": "block"}')
         launch("vllm", draft, TARGET, block, cpu=True)
 
 
