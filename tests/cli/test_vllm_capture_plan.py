@@ -14,7 +14,7 @@ from dspark.errors import ConfigError
 
 
 def test_a_live_stream_from_vllm_is_refused_when_the_recipe_is_read(tiny_recipe: Path) -> None:
-    with pytest.raises(ConfigError, match="found train[.]mode replay"):
+    with pytest.raises(ConfigError, match=r"found train\.mode replay"):
         load_recipe(tiny_recipe, ["capture.engine=vllm", "train.mode=replay"])
 
 
