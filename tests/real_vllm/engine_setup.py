@@ -1,7 +1,7 @@
 """Programs of this folder run inside the vLLM environment; this is what they share.
 
-They never import dspark: files go in, files come out, so that nothing of ours can leak into the
-judgement. Three things of vLLM are changed, and nothing else unless a program says so:
+They never import dspark unless its plugin is what they run: files go in, files come out, so that
+nothing of ours can leak into the judgement. Three things of vLLM are changed, and nothing else unless a program says so:
 
 * the CPU distribution only has the V1 runner, which refuses ``method: dspark`` as a whole; that one
   entry of the refusal list is dropped, because configuration and model classes are what is judged

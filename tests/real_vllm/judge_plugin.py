@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import vllm.plugins
 from engine_setup import job_folder, write_answer
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -39,6 +40,7 @@ def refusal(target: str, draft: str, case: dict[str, Any]) -> str:
 
 def main() -> None:
     folder = job_folder()
+    vllm.plugins.plugins_loaded = True  # or vLLM calls register() before we do
     answer: dict[str, Any] = {"at once": acted()}
     known, cpu = plugin.KNOWN_VERSIONS, type(current_platform).is_cpu
     plugin.KNOWN_VERSIONS = ("9.9.9",)
