@@ -11,7 +11,7 @@ The rows are allocated beside the cache that ``VLLM_CPU_KVCACHE_SPACE`` limits, 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +22,10 @@ from vllm.v1.spec_decode.dflash import DFlashProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
 
-from dspark.checkpoint.draft import load_draft
-from dspark.model.draft import DSparkDraft
-from dspark.model.layers import pack_linears
 from dspark.vllm_plugin.drawing import draw_block
+
+if TYPE_CHECKING:
+    from dspark.model.draft import DSparkDraft
 
 logger = init_logger("vllm.dspark_plugin")
 
@@ -51,6 +51,11 @@ class LatentProposer(DFlashProposer):
         self._anchors = self._anchor_positions = torch.empty(0, dtype=torch.int64)
 
     def load_model(self, target_model: Any) -> None:
+        # Not at the top: while it starts, vLLM looks into every module that is loaded, and trips
+        # over one that these bring along.
+        from dspark.checkpoint.draft import load_draft
+        from dspark.model.layers import pack_linears
+
         del target_model  # its head is asked for logits; its embedding is in the draft's files
         folder = Path(self.draft_model_config.model)
         draft, _ = load_draft(folder, dtype=self.dtype, device=self.device)

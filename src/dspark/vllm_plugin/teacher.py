@@ -79,8 +79,18 @@ class VllmTeacher:
             prompts = [{"prompt_token_ids": list(a.ids)} for a in part]
             asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, ignore_eos=True)
             outputs = self.llm.generate(prompts, asked, use_tqdm=False)
+            self._hand_over()
             for answer, output in zip(part, outputs, strict=True):
                 yield self._record(answer, output)
+
+    def _hand_over(self) -> None:
+        """Finished requests give up their states in the step after their last, which an engine in
+        this process only takes when it is asked to; in a process of its own it goes on by itself.
+        """
+        engine = self.llm.llm_engine
+        inside = getattr(engine.engine_core, "engine_core", None)
+        while inside is not None and inside.scheduler.has_requests():
+            engine.step()
 
     def _require_room(self, answer: Answer) -> None:
         if len(answer.ids) >= self.options.max_model_len:
