@@ -169,8 +169,10 @@ def test_what_the_cpu_runner_cannot_do_is_refused_and_never_ignored(pair: Traine
         assert said in done.stderr
 
 
-def test_a_seeded_answer_can_be_asked_for_again(server: str) -> None:
+def test_a_seed_with_a_prompt_in_chunks_does_not_end_the_server(server: str) -> None:
+    """It ends vLLM's own CPU runner. The text is not the same twice: sampled drafts take no seed."""
     body = {"prompt": [1, 5, *range(10, 40)] * 5, "max_tokens": 24, "temperature": 1, "seed": 11}
-    cut, whole = (ask(server, body)["choices"][0]["text"] for _ in range(2))
-    assert len(cut) > 0
-    assert len(whole) > 0
+    assert len(body["prompt"]) > 128
+    for _ in range(2):
+        assert ask(server, body)["choices"][0]["text"]
+    assert answers_at(f"{server}/health")
