@@ -51,8 +51,6 @@ class LatentProposer(DFlashProposer):
         self._anchors = self._anchor_positions = torch.empty(0, dtype=torch.int64)
 
     def load_model(self, target_model: Any) -> None:
-        # Not at the top: while it starts, vLLM looks into every module that is loaded, and trips
-        # over one that these bring along.
         from dspark.checkpoint.draft import load_draft
         from dspark.model.layers import pack_linears
 

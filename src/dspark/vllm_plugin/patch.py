@@ -1,4 +1,4 @@
-"""The only file that changes vLLM, and only its V1 (CPU) runner: four changes.
+"""The only file that changes vLLM, and only its V1 (CPU) runner: five changes.
 
 1. ``VllmConfig._get_v1_model_runner_unsupported_features`` lists ``dspark speculative decoding``
    whole. The entry is replaced by what this plugin cannot do, so that vLLM's own error names it.
@@ -11,15 +11,19 @@
 4. ``CPUModelRunner._sample`` and ``_bookkeeping_sync``: a request with a seed whose prompt is not
    finished yet gets its generator rewound, by an offset that generators on a CPU do not have;
    0.32.0 dies of it, with and without a draft. The generator's state is put back instead.
+5. ``dispatcher._rebind_kernels`` looks into every attribute of every loaded module, and trips over
+   llvmlite's, which answers any question. Loading a K3 draft's class brings llvmlite along.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.triton_utils import dispatcher
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -61,6 +65,7 @@ def apply() -> None:
     gpu_model_runner.EagleProposer = EagleOrDSpark
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
     _rewind_by_state(CPUModelRunner)
+    dispatcher._rebind_kernels = _blind_to_llvmlite(dispatcher._rebind_kernels)
     setattr(VllmConfig, _MARK, True)
 
 
@@ -104,6 +109,21 @@ def _rewind_by_state(runner: Any) -> None:
             self.input_batch.generators.update(aside)
 
     runner._sample, runner._bookkeeping_sync = sample_and_rewind, bookkeep_without
+
+
+def _blind_to_llvmlite(rebind: Any) -> Any:
+    """``rebind`` without llvmlite's modules, which hold no kernel of vLLM's."""
+
+    def rebound(overrides: Any) -> None:
+        aside = {n: m for n, m in sys.modules.items() if n.partition(".")[0] == "llvmlite"}
+        for name in aside:
+            del sys.modules[name]
+        try:
+            rebind(overrides)
+        finally:
+            sys.modules.update(aside)
+
+    return rebound
 
 
 def refusals(config: Any) -> list[str]:
