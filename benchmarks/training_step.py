@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from dspark.config.architecture import K3DraftConfig
 from dspark.hidden.record import HiddenRecord
 from dspark.model.draft import DSparkDraft
 from dspark.model.init import initialise
-from dspark.training.anchors import Blocks, build_blocks, sample_anchors
+from dspark.training.anchors import Blocks, attention_mask, build_blocks, sample_anchors
 from dspark.training.loss import slot_weights
 from dspark.training.step import Vocabulary, block_states, training_step, window_weight
 
@@ -86,7 +87,9 @@ def blocks_of(vocabulary: int, hidden: int, batch: int, length: int, anchors: in
 
 def plain_step(draft: DSparkDraft, blocks: Blocks, head: torch.Tensor) -> torch.Tensor:
     """The loss by its formulas (contract, section 4), everything materialised."""
-    h = block_states(draft, blocks)
+    lengths = torch.full((len(blocks.ids),), blocks.ids.shape[1])
+    mask = attention_mask(blocks.anchors, lengths, blocks.ids.shape[1], BLOCK)
+    h = block_states(draft, replace(blocks, attention=mask))
     m, e = draft.markov_head.block(blocks.previous, h)
     logits = h @ head.T + draft.markov_head.markov_w2(m)
     target = torch.softmax(blocks.final @ head.T, -1)

@@ -82,7 +82,8 @@ def test_a_packed_row_is_cut_behind_each_document_s_last_block() -> None:
 def test_no_block_sees_another_document() -> None:
     blocks = pack_blocks(RECORDS, ANCHORS, BLOCK)
     size, count = blocks.ids.shape[1], blocks.anchors.shape[1]
-    seen = blocks.attention[0, 0].view(count, BLOCK, -1)[..., :size]
+    dense = attention_mask(blocks.anchors, torch.tensor([size]), size, BLOCK, blocks.first)
+    seen = dense[0, 0].view(count, BLOCK, -1)[..., :size]
     for row, (anchor, first) in enumerate(zip(blocks.anchors[0], blocks.first[0], strict=True)):
         expected = torch.zeros(size, dtype=torch.bool)
         expected[first:anchor] = True

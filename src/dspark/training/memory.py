@@ -10,6 +10,7 @@ Checked against measured peaks in ``tests/training/test_memory_model.py``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dspark.config.architecture import DraftConfig, K3DraftConfig
 from dspark.config.recipe import TrainSection
 from dspark.model.draft import DSparkDraft
+from dspark.model.windows import Window, Windows
+from dspark.training.anchors import window_bounds
+from dspark.training.loss import rows_at_once
 from dspark.training.step import layer_step
 
 LOSS_COPIES = 3  # [chunk, V] tensors alive at once: p, logits and their softmax
@@ -89,6 +93,18 @@ def _draft_in(config: DraftConfig, dtype: torch.dtype) -> DSparkDraft:
         torch.set_default_dtype(usual)
 
 
+def _spread(load: Load, block: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Windows of anchors that are spread evenly over the sequence."""
+    anchors = torch.linspace(0, load.length - 1, load.anchors).long().unsqueeze(0)
+    return window_bounds(anchors, block)
+
+
+def _pairs(bounds: tuple[tuple[int, int], tuple[int, int]]) -> tuple[int, int]:
+    """Queries and keys of a window."""
+    (start, stop), (low, high) = bounds
+    return stop - start, high - low + stop - start
+
+
 def activation_bytes(
     config: DraftConfig,
     section: TrainSection,
@@ -109,6 +125,7 @@ def activation_bytes(
         wide = config.qk_nope_head_dim + config.qk_rope_head_dim
         config = config.model_copy(update={"v_head_dim": wide})
     half = section.precision == "bfloat16"
+    bounds = _spread(load, block)
     with FakeTensorMode(allow_non_fake_inputs=True):
         draft = _draft_in(config, torch.bfloat16 if sharded and half else torch.float32)
         dtype = draft.context_norm.weight.dtype
@@ -117,7 +134,12 @@ def activation_bytes(
         taps = torch.empty(
             load.batch, load.length, len(config.target_layer_ids), config.target_hidden_size
         )
-        mask = torch.empty(load.batch, 1, rows, load.length + rows, dtype=torch.bool)
+        mask = Windows(
+            load.length,
+            tuple(
+                Window(*b, torch.empty(load.batch, 1, *_pairs(b), dtype=torch.bool)) for b in bounds
+            ),
+        )
         weights = {p.untyped_storage()._cdata for p in draft.parameters()}
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=half)
         given = taps.to(dtype)  # counted with the micro-batch
@@ -126,7 +148,8 @@ def activation_bytes(
         rotation = draft.rotation(torch.zeros(load.batch, rows, dtype=torch.long))
         context_rotation = draft.rotation(torch.zeros(load.batch, load.length, dtype=torch.long))
         held = weights | set(around)
-        held |= {t.untyped_storage()._cdata for t in (mask, x)}
+        masks = [part.mask for part in mask.parts]
+        held |= {t.untyped_storage()._cdata for t in (*masks, x)}
         with autocast, _kept(held) as layer:
             out = layer_step(draft.draft_layers[0], x, rotation, context, context_rotation, mask)
         stream = out.numel() * out.element_size()
@@ -164,8 +187,8 @@ def rank_memory(
     finals = load.batch * load.length * hidden
     blocks = (taps + finals) * load.state_width
     blocks += taps * FP32 if load.state_width != FP32 and not (sharded and half) else 0
-    blocks += load.batch * load.anchors * block * (load.length + load.anchors * block)
-    chunk = min(rows, section.loss.chunk_rows)
+    blocks += load.batch * sum(math.prod(_pairs(b)) for b in _spread(load, block))
+    chunk = min(rows, rows_at_once(section.loss.chunk_rows, support, "cuda" if fused else "cpu"))
     # Rows of h and t, the gradient of h; Markov rows and the gradient of W2.
     loss = 3 * slot * FP32 + 2 * rows * config.markov_rank * FP32
     loss += 2 * support * config.markov_rank * FP32
