@@ -178,8 +178,7 @@ def test_within_a_block_every_slot_sees_every_other(two_blocks: Blocks) -> None:
     assert all(not torch.equal(before[0, 0, k], after[0, 0, k]) for k in range(BLOCK))
     # And backwards: row 0 attends to the key of the last row.
     assert isinstance(two_blocks.attention, Windows)
-    (window,) = two_blocks.attention.parts
-    assert bool(window.mask[0, 0, 0, window.context[1] + BLOCK - 1])
+    assert bool(two_blocks.attention.whole()[0, 0, 0, two_blocks.ids.shape[1] + BLOCK - 1])
 
 
 def test_block_inputs_are_the_anchor_and_the_configured_mask_token() -> None:

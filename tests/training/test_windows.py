@@ -24,11 +24,11 @@ from dspark.training.anchors import (
     WINDOWS,
     Blocks,
     attention_mask,
+    bounds_of,
     build_blocks,
     eligible,
     pack_blocks,
     sample_anchors,
-    window_bounds,
 )
 from dspark.training.step import block_states
 
@@ -101,28 +101,25 @@ def test_windows_equal_the_dense_mask(kind: MarkovHeadType, flavour: Flavour, pa
     first, *rest = blocks.attention.parts
     low, high = first.context
     short = replace(first, context=(low, high - 1), mask=first.mask[..., 1:])
-    broken = replace(blocks, attention=Windows(blocks.attention.size, (short, *rest)))
+    broken = replace(blocks, attention=replace(blocks.attention, parts=(short, *rest)))
     assert float((states_and_gradients(kind, flavour, broken)[0] - wanted).abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_every_pair_of_the_dense_mask_is_in_one_window_and_no_other(packed: bool) -> None:
+def test_windows_together_are_the_dense_mask(packed: bool) -> None:
     blocks = many_blocks(packed)
     assert isinstance(blocks.attention, Windows)
-    wanted, size = dense(blocks, packed), blocks.ids.shape[1]
-    found = torch.zeros_like(wanted)
-    for part in blocks.attention.parts:
-        rows, (low, high) = slice(*part.rows), part.context
-        found[:, :, rows, low:high] |= part.mask[..., : high - low]
-        found[:, :, rows, size + part.rows[0] : size + part.rows[1]] |= part.mask[..., high - low :]
-    assert torch.equal(found, wanted)
+    wanted = dense(blocks, packed)
+    assert torch.equal(blocks.attention.whole(), wanted)
+    edges = [part.rows for part in blocks.attention.parts]
+    assert [e[0] for e in edges] == [0, *(e[1] for e in edges[:-1])]
     pairs = sum(part.mask.numel() for part in blocks.attention.parts)
-    assert pairs < 0.6 * wanted.numel()
+    assert pairs < 0.5 * wanted.numel()
 
 
 def test_windows_are_few_and_cover_every_block() -> None:
     for count in (1, NEIGHBOURS, NEIGHBOURS + 1, 40, 512, 1000):
-        bounds = window_bounds(torch.arange(count).unsqueeze(0), BLOCK)
+        bounds = bounds_of(list(range(count)), BLOCK)
         edges = [rows for rows, _ in bounds]
         assert [e[0] for e in edges] == [0, *(e[1] for e in edges[:-1])]
         assert edges[-1][1] == count * BLOCK

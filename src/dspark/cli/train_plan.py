@@ -84,10 +84,11 @@ class TrainPlanner:
         batches = math.ceil(section.epochs * -(-self.rows // section.batch_size))
         steps = max(1, math.ceil(batches / section.accumulate))
         row = self.row_bytes()
-        window = row * section.batch_size * -(-section.accumulate // self.ranks)
+        batch = section.batch_of(self.length)
+        window = row * batch * -(-section.accumulate // self.ranks)
         sharded = self.ranks > 1
         load = Load(
-            section.batch_size,
+            batch,
             self.length,
             min(section.num_anchors, self.answer),
             self.recipe.draft.vocabulary_size,

@@ -125,17 +125,19 @@ def _mask(
     return (mask & real).unsqueeze(1)
 
 
-def window_bounds(
-    anchors: Tensor, k: int, first: Tensor | None = None
-) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Block rows and context positions, both (from, to), of every window of [B, A] anchors."""
-    count = anchors.shape[1]
+Bounds = list[tuple[tuple[int, int], tuple[int, int]]]
+"""Block rows and context positions, both (from, to), of every window."""
+
+
+def bounds_of(highest: list[int], k: int, lowest: list[int] | None = None) -> Bounds:
+    """Windows of blocks of ``k`` rows that see no context outside of [lowest, highest)."""
+    count = len(highest)
     each = max(NEIGHBOURS, -(-count // WINDOWS))
     bounds = []
     for start in range(0, count, each):
         part = slice(start, min(count, start + each))
-        low = 0 if first is None else int(first[:, part].min())
-        high = max(low, int(anchors[:, part].max()))
+        low = 0 if lowest is None else min(lowest[part])
+        high = max(low, *highest[part])
         bounds.append(((part.start * k, part.stop * k), (low, high)))
     return bounds
 
@@ -143,13 +145,15 @@ def window_bounds(
 def attention_windows(
     anchors: Tensor, lengths: Tensor, size: int, k: int, first: Tensor | None = None
 ) -> Windows:
-    """:func:`attention_mask` cut into windows; fewer rows the better the anchors are ordered."""
+    """:func:`attention_mask` in windows, which are small where anchors ascend."""
     parts = []
-    for rows, context in window_bounds(anchors, k, first):
+    lowest = None if first is None else first.amin(0).tolist()
+    for rows, context in bounds_of(anchors.amax(0).tolist(), k, lowest):
         part = slice(rows[0] // k, rows[1] // k)
         begin = None if first is None else first[:, part]
-        parts.append(Window(rows, context, _mask(anchors[:, part], lengths, context, k, begin)))
-    return Windows(size, tuple(parts))
+        mask = _mask(anchors[:, part], lengths, context, k, begin)
+        parts.append(Window(rows, context, mask[..., : context[1] - context[0]]))
+    return Windows(size, k, tuple(parts))
 
 
 def build_blocks(records: list[HiddenRecord], anchors: list[Tensor], block_size: int) -> Blocks:

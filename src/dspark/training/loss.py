@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dspark.model.layers import product_with
 
-CPU_CHUNK = 24 * 2**20  # bytes of one [chunk, V'] tensor in fp32
+CPU_CHUNK = 20 * 2**20  # bytes of one [chunk, V'] tensor in fp32
 
 
 def slot_weights(block_size: int, decay: float) -> Tensor:

@@ -10,7 +10,6 @@ Checked against measured peaks in ``tests/training/test_memory_model.py``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dspark.config.architecture import DraftConfig, K3DraftConfig
 from dspark.config.recipe import TrainSection
 from dspark.model.draft import DSparkDraft
-from dspark.model.windows import Window, Windows
-from dspark.training.anchors import window_bounds
+from dspark.model.windows import Mask, Window, Windows
+from dspark.training.anchors import bounds_of
 from dspark.training.loss import rows_at_once
 from dspark.training.step import layer_step
 
@@ -95,14 +94,28 @@ def _draft_in(config: DraftConfig, dtype: torch.dtype) -> DSparkDraft:
 
 def _spread(load: Load, block: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Windows of anchors that are spread evenly over the sequence."""
-    anchors = torch.linspace(0, load.length - 1, load.anchors).long().unsqueeze(0)
-    return window_bounds(anchors, block)
+    last = max(load.anchors - 1, 1)
+    anchors = [i * (load.length - 1) // last for i in range(load.anchors)]
+    return bounds_of(anchors, block)
 
 
-def _pairs(bounds: tuple[tuple[int, int], tuple[int, int]]) -> tuple[int, int]:
-    """Queries and keys of a window."""
-    (start, stop), (low, high) = bounds
-    return stop - start, high - low + stop - start
+def _mask(load: Load, block: int, fused: bool) -> Mask:
+    """The mask as training has it, without content: in windows, or whole for fused kernels."""
+    rows = load.anchors * block
+    if fused:
+        return torch.empty(load.batch, 1, rows, load.length + rows, dtype=torch.bool)
+    parts = []
+    for (start, stop), (low, high) in _spread(load, block):
+        mask = torch.empty(load.batch, 1, stop - start, high - low, dtype=torch.bool)
+        parts.append(Window((start, stop), (low, high), mask))
+    return Windows(load.length, block, tuple(parts))
+
+
+def _mask_bytes(load: Load, block: int, fused: bool) -> int:
+    with torch.device("meta"):
+        mask = _mask(load, block, fused)
+    parts = [p.mask for p in mask.parts] if isinstance(mask, Windows) else [mask]
+    return sum(part.numel() for part in parts)
 
 
 def activation_bytes(
@@ -125,7 +138,6 @@ def activation_bytes(
         wide = config.qk_nope_head_dim + config.qk_rope_head_dim
         config = config.model_copy(update={"v_head_dim": wide})
     half = section.precision == "bfloat16"
-    bounds = _spread(load, block)
     with FakeTensorMode(allow_non_fake_inputs=True):
         draft = _draft_in(config, torch.bfloat16 if sharded and half else torch.float32)
         dtype = draft.context_norm.weight.dtype
@@ -134,12 +146,7 @@ def activation_bytes(
         taps = torch.empty(
             load.batch, load.length, len(config.target_layer_ids), config.target_hidden_size
         )
-        mask = Windows(
-            load.length,
-            tuple(
-                Window(*b, torch.empty(load.batch, 1, *_pairs(b), dtype=torch.bool)) for b in bounds
-            ),
-        )
+        mask = _mask(load, block, fused)
         weights = {p.untyped_storage()._cdata for p in draft.parameters()}
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=half)
         given = taps.to(dtype)  # counted with the micro-batch
@@ -148,7 +155,7 @@ def activation_bytes(
         rotation = draft.rotation(torch.zeros(load.batch, rows, dtype=torch.long))
         context_rotation = draft.rotation(torch.zeros(load.batch, load.length, dtype=torch.long))
         held = weights | set(around)
-        masks = [part.mask for part in mask.parts]
+        masks = [p.mask for p in mask.parts] if isinstance(mask, Windows) else [mask]
         held |= {t.untyped_storage()._cdata for t in (*masks, x)}
         with autocast, _kept(held) as layer:
             out = layer_step(draft.draft_layers[0], x, rotation, context, context_rotation, mask)
@@ -187,7 +194,7 @@ def rank_memory(
     finals = load.batch * load.length * hidden
     blocks = (taps + finals) * load.state_width
     blocks += taps * FP32 if load.state_width != FP32 and not (sharded and half) else 0
-    blocks += load.batch * sum(math.prod(_pairs(b)) for b in _spread(load, block))
+    blocks += _mask_bytes(load, block, fused)
     chunk = min(rows, rows_at_once(section.loss.chunk_rows, support, "cuda" if fused else "cpu"))
     # Rows of h and t, the gradient of h; Markov rows and the gradient of W2.
     loss = 3 * slot * FP32 + 2 * rows * config.markov_rank * FP32

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dspark.model.draft import DraftLayer, DSparkDraft
-from dspark.model.windows import Mask
+from dspark.model.windows import Mask, Windows
 from dspark.training.anchors import Blocks
 from dspark.training.loss import LossInputs, RowStats, draft_loss, slot_weights
 
@@ -104,9 +104,12 @@ def block_states(draft: DSparkDraft, blocks: Blocks, *, save_memory: bool = Fals
     context = draft.context(blocks.taps.to(dtype))
     context_rotation = draft.rotation(blocks.context_positions)
     rotation = draft.rotation(blocks.positions)
+    mask = blocks.attention
+    if isinstance(mask, Windows) and mask.parts[0].mask.device.type != "cpu":
+        mask = mask.whole()
     x: Tensor = draft.embed_tokens(draft.block_ids(anchor_ids).flatten(1)).to(dtype)
     for layer in draft.draft_layers:
-        x = run_layer(layer, save_memory, x, rotation, context, context_rotation, blocks.attention)
+        x = run_layer(layer, save_memory, x, rotation, context, context_rotation, mask)
     flat: Tensor = draft.final_norm(x)
     return flat.view(*blocks.labels.shape, flat.shape[-1])
 
