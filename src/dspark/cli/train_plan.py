@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from rich.table import Table
 from rich.text import Text
 
@@ -94,8 +95,10 @@ class TrainPlanner:
             self.recipe.draft.vocabulary_size,
             WIDTH[self.recipe.capture.dtype],
         )
+        # Ranks are planned for GPUs; a machine that has one trains on it.
+        fused = sharded or torch.cuda.is_available()
         memory = rank_memory(
-            self.config, section, load, ranks=self.ranks, sharded=sharded, fused=sharded
+            self.config, section, load, ranks=self.ranks, sharded=sharded, fused=fused
         )
         passes = 1.0 if section.mode == "offline" else section.epochs
         plan = TrainPlan(

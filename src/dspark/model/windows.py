@@ -87,8 +87,10 @@ def _in_windows(q: Tensor, key: Tensor, value: Tensor, windows: Windows, scale: 
     batch, heads, count, width = q.shape
     kv_heads, size, block = key.shape[1], windows.size, windows.block
     group = heads // kv_heads
+    # Contiguous once, so that every window is a view of them and nothing is kept twice.
+    key, value = key.contiguous(), value.contiguous()
     # Query heads of one key head side by side: [B, kv_heads, group, A, K, d].
-    grouped = (q * scale).view(batch, kv_heads, group, -1, block, width)
+    grouped = (q * scale).contiguous().view(batch, kv_heads, group, -1, block, width)
     own_key = key[:, :, size:].unflatten(2, (-1, block)).unsqueeze(2)
     own_value = value[:, :, size:].unflatten(2, (-1, block)).unsqueeze(2)
     own = torch.matmul(grouped, own_key.transpose(-1, -2))
