@@ -6,7 +6,8 @@
 block row and of every position of the sequence, softmaxes over the whole vocabulary kept by
 autograd, a dense mask. *dspark* is `dspark.training.step:training_step`. Both run the same draft on
 the same blocks, in fp32, in turn, each in a process of its own; their losses and gradients must be
-equal. Seconds are of the clock and of the CPU, which other programs disturb less. Memory is the peak of the process above what it held before its first step.
+equal. Seconds are of the clock and of the CPU, which other programs disturb less. Memory is the
+peak of the process above what it held before its first step.
 
 Two shapes: 512 anchors in a sequence, as the contract has it, and short sequences with few anchors,
 where the products with lm_head, which both arms must form, are nearly all of the work.

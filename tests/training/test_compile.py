@@ -22,6 +22,7 @@ TARGET = tiny_target()
 
 
 def run(folder: Path, **changes: object) -> dict[str, list[dict[str, Any]]]:
+    folder.mkdir()
     section = tiny_section(epochs=3.0, accumulate=2, **changes)
     draft = tiny_draft(target=TARGET)
     trainer = Trainer(draft, TARGET.head_weight(), tiny_records(TARGET, 8), section, folder)
