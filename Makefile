@@ -48,7 +48,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 $(DEV_STAMP): $(STAMP)
-	$(PIP) install -c constraints.txt -e '.[gguf,report,grammar,server,data,stream,bench,dev]'
+	$(PIP) install -c constraints.txt -e '.[gguf,report,grammar,server,data,stream,log,bench,dev]'
 	@touch $@
 
 vllm: $(VLLM_STAMP)

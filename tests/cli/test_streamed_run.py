@@ -41,3 +41,22 @@ def test_a_teacher_needs_a_stream_to_serve(tiny_recipe: Path) -> None:
     done = dspark("teach", str(tiny_recipe), "--connect", "tcp://127.0.0.1:1")
     assert done.returncode == 2
     assert "train.mode" in done.stderr
+
+
+@pytest.mark.slow
+def test_an_online_teacher_plays_conversations_to_their_end(tiny_recipe: Path) -> None:
+    file = tiny_recipe.parent / "prompts.jsonl"
+    first = [json.loads(line)["prompt"] for line in file.read_text().splitlines()]
+    pairs = zip(first[::2], first[1::2], strict=False)
+    file.write_text("".join(json.dumps({"turns": list(turns)}) + "\n" for turns in pairs))
+    online = ("train.mode=online", "train.order=shuffled", "train.log=[jsonl]", "train.epochs=1")
+    tokens = {}
+    for turns in (1, 2):
+        own = (*online, f"regenerate.turns={turns}", f"output={tiny_recipe.parent / str(turns)}")
+        for verb in ("prompts", "train"):
+            done = dspark(verb, str(tiny_recipe), *own)
+            assert done.returncode == 0, done.stdout + done.stderr
+        log = tiny_recipe.parent / str(turns) / "draft" / "metrics.jsonl"
+        last = json.loads(log.read_text().splitlines()[-1])
+        tokens[turns] = last["stream_tokens"] / last["stream_records"]
+    assert tokens[2] > 1.6 * tokens[1]

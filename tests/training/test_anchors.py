@@ -14,6 +14,7 @@ from tiny_models import BLOCK, MASK_ID, tiny_draft, tiny_records, tiny_target
 from torch import Tensor
 
 from dspark.hidden.record import HiddenRecord
+from dspark.model.windows import Windows
 from dspark.training.anchors import Blocks, attention_mask, build_blocks, eligible, sample_anchors
 from dspark.training.step import block_states
 
@@ -176,7 +177,8 @@ def test_within_a_block_every_slot_sees_every_other(two_blocks: Blocks) -> None:
     after = block_states(draft, replace(two_blocks, ids=ids))
     assert all(not torch.equal(before[0, 0, k], after[0, 0, k]) for k in range(BLOCK))
     # And backwards: row 0 attends to the key of the last row.
-    assert bool(two_blocks.attention[0, 0, 0, two_blocks.ids.shape[1] + BLOCK - 1])
+    assert isinstance(two_blocks.attention, Windows)
+    assert bool(two_blocks.attention.whole()[0, 0, 0, two_blocks.ids.shape[1] + BLOCK - 1])
 
 
 def test_block_inputs_are_the_anchor_and_the_configured_mask_token() -> None:

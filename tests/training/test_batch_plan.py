@@ -10,6 +10,7 @@ from tiny_models import BLOCK, record_of, tiny_records, tiny_target
 
 from dspark.errors import TrainingError
 from dspark.hidden.record import HiddenRecord
+from dspark.model.windows import Windows
 from dspark.training.anchors import Blocks
 from dspark.training.batches import (
     BatchPlan,
@@ -28,8 +29,14 @@ def plan(seed: int = 3, records: list[HiddenRecord] = RECORDS) -> BatchPlan:
 
 
 def same(a: Blocks, b: Blocks) -> bool:
-    pairs = [(getattr(a, f.name), getattr(b, f.name)) for f in fields(a)]
-    return all(torch.equal(x, y) for x, y in pairs)
+    pairs = [(getattr(a, f.name), getattr(b, f.name)) for f in fields(a) if f.name != "attention"]
+    seen = [blocks.attention for blocks in (a, b)]
+    masks = [
+        part.mask for windows in seen if isinstance(windows, Windows) for part in windows.parts
+    ]
+    half = len(masks) // 2
+    pairs += zip(masks[:half], masks[half:], strict=True)
+    return half > 0 and all(torch.equal(x, y) for x, y in pairs)
 
 
 def owners(blocks: Blocks) -> list[int]:

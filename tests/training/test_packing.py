@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 from dspark.model.draft import DSparkDraft
+from dspark.model.windows import Windows
 from dspark.training.anchors import (
     Blocks,
     attention_mask,
@@ -82,7 +83,8 @@ def test_a_packed_row_is_cut_behind_each_document_s_last_block() -> None:
 def test_no_block_sees_another_document() -> None:
     blocks = pack_blocks(RECORDS, ANCHORS, BLOCK)
     size, count = blocks.ids.shape[1], blocks.anchors.shape[1]
-    seen = blocks.attention[0, 0].view(count, BLOCK, -1)[..., :size]
+    assert isinstance(blocks.attention, Windows)
+    seen = blocks.attention.whole()[0, 0].view(count, BLOCK, -1)[..., :size]
     for row, (anchor, first) in enumerate(zip(blocks.anchors[0], blocks.first[0], strict=True)):
         expected = torch.zeros(size, dtype=torch.bool)
         expected[first:anchor] = True

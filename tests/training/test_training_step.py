@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dspark.config.architecture import Flavour, MarkovHeadType
 from dspark.model.draft import DSparkDraft
-from dspark.training.anchors import Blocks, attention_mask, build_blocks, eligible
+from dspark.training.anchors import Blocks, attention_windows, build_blocks, eligible
 from dspark.training.step import StepOutput, Vocabulary, block_states, training_step, window_weight
 
 COEFFICIENTS = (0.1, 0.9, 1.0)
@@ -209,7 +209,7 @@ def scrambled(blocks: Blocks, lengths: list[int]) -> Blocks:
         labels=blocks.labels.masked_fill(dead, 5),
         previous=blocks.previous.masked_fill(dead, 6),
         source=blocks.source.masked_fill(dead, 0),
-        attention=attention_mask(
+        attention=attention_windows(
             anchors, torch.tensor(lengths), blocks.ids.shape[1], blocks.labels.shape[-1]
         ),
     )

@@ -36,8 +36,15 @@ class GroupMaker(Protocol):
     def make(self, rows: Sequence[Row]) -> Iterator[HiddenRecord]: ...
 
 
+class Player(Protocol):
+    """Plays conversations (rows that were ``asked``): the sequence of each, or None."""
+
+    def play(self, rows: Sequence[Row]) -> list[Answer | None]: ...
+
+
 class EmbeddedMaker:
-    """Our own target. ``engine`` answers prompts (None: replay only); ``target_hash`` names it.
+    """Our own target; ``target_hash`` names it. ``engine`` answers prompts and ``player`` plays
+    conversations (None: replay only).
 
     An answer that was cut at its last token is not trained on unless ``keep_truncated``: its record
     comes with an empty loss mask, so that every row that was asked for is delivered.
@@ -51,9 +58,10 @@ class EmbeddedMaker:
         batch_tokens: int,
         dtype: torch.dtype,
         engine: AnswerEngine | None = None,
+        player: Player | None = None,
         keep_truncated: bool = True,
     ) -> None:
-        self.target, self.engine = target, engine
+        self.target, self.engine, self.player = target, engine, player
         self.batch_tokens, self.dtype = batch_tokens, dtype
         self.keep_truncated = keep_truncated
         self.teaching = Teaching(
@@ -67,7 +75,7 @@ class EmbeddedMaker:
 
     def make(self, rows: Sequence[Row]) -> Iterator[HiddenRecord]:
         """Raises StreamError: a prompt for a teacher that only replays."""
-        asked = [row for row in rows if row.new_tokens]
+        asked = [row for row in rows if row.new_tokens and not row.asked]
         cut: set[str] = set()
         answers = {row.id: _answer(row) for row in rows if not row.new_tokens}
         if asked:
@@ -75,6 +83,11 @@ class EmbeddedMaker:
                 answers[row.id] = _answer(row, result)
                 if result.finish_reason == "length" and not self.keep_truncated:
                     cut.add(row.id)
+        played = [row for row in rows if row.asked]
+        for row, found in zip(played, self._played(played), strict=True):
+            answers[row.id] = found or _nothing(row)
+            if found is None:
+                cut.add(row.id)
         records = replay_group(
             self.target,
             [answers[row.id] for row in rows],
@@ -86,14 +99,16 @@ class EmbeddedMaker:
                 record = replace(record, loss_mask=torch.zeros_like(record.loss_mask))
             yield record
 
+    def _played(self, rows: Sequence[Row]) -> list[Answer | None]:
+        if not rows:
+            return []
+        if self.player is None:
+            raise _only_replays()
+        return self.player.play(rows)
+
     def _answered(self, rows: Sequence[Row]) -> list[GenerationResult]:
         if self.engine is None:
-            raise StreamError(
-                expected="cached answers",
-                found="prompts",
-                where="stage: teacher",
-                fix="Start the teacher with train.mode online.",
-            )
+            raise _only_replays()
         done: dict[str, GenerationResult] = {}
         requests = [
             GenerationRequest(
@@ -110,6 +125,28 @@ class EmbeddedMaker:
         ]
         self.engine.run(requests, lambda result: done.update({result.id: result}), lambda _: None)
         return [done[row.id] for row in rows]
+
+
+def _only_replays() -> StreamError:
+    return StreamError(
+        expected="cached answers",
+        found="prompts",
+        where="stage: teacher",
+        fix="Start the teacher with train.mode online.",
+    )
+
+
+def _nothing(row: Row) -> Answer:
+    """Stands in where a conversation gave nothing to train on; its record's mask is cleared."""
+    return Answer(
+        id=row.id,
+        category=row.category,
+        temperature=row.temperature,
+        prompt_length=len(row.ids),
+        finish_reason="length",
+        ids=(*row.ids, row.ids[-1]),
+        loss_mask=tuple(0 if i < len(row.ids) else 1 for i in range(len(row.ids) + 1)),
+    )
 
 
 def _answer(row: Row, result: GenerationResult | None = None) -> Answer:

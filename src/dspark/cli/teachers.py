@@ -17,6 +17,9 @@ from dspark.cli.context import RunContext
 from dspark.config.architecture import DraftConfig
 from dspark.config.resolve import draft_config
 from dspark.data.chat import end_ids
+from dspark.data.conversation import EMBEDDED, Maker
+from dspark.data.played import Played
+from dspark.data.renderer import Renderer
 from dspark.engine.generate import BatchGenerator
 from dspark.errors import ConfigError
 from dspark.hidden.mail import rank_endpoint
@@ -46,6 +49,20 @@ def teaching_of(run: RunContext, config: DraftConfig) -> Teaching:
     )
 
 
+def answering(run: RunContext, config: DraftConfig) -> tuple[BatchGenerator, Played]:
+    """Who answers single prompts and who plays conversations, on one target."""
+    recipe, target, section = run.recipe, run.target, run.recipe.regenerate
+    model = target.build(config.target_layer_ids, section.precision)
+    renderer = Renderer(target.tokenizer, end_ids(target), section)
+
+    def engine_of(capacity: int) -> BatchGenerator:
+        return BatchGenerator(model, renderer.end_ids, section.batch_size, capacity)
+
+    maker = Maker(recipe.target.source, run.fetched_files.revision, EMBEDDED)
+    engine = engine_of(recipe.prompts.max_prompt_tokens + section.max_new_tokens)
+    return engine, Played(engine_of, renderer, section, maker)
+
+
 def run_teacher(run: RunContext, connect: str | None, ranks: int, name: str | None) -> int:
     """Serve the trainer of this recipe until it has finished; the number of records sent.
 
@@ -64,20 +81,16 @@ def run_teacher(run: RunContext, connect: str | None, ranks: int, name: str | No
         )
     target, section = run.target, recipe.capture
     config = draft_config(recipe.draft, target.shape)
-    engine = None
+    engine, player = None, None
     if recipe.train.mode == "online":
-        engine = BatchGenerator(
-            target.build(config.target_layer_ids, recipe.regenerate.precision),
-            end_ids(target),
-            recipe.regenerate.batch_size,
-            recipe.prompts.max_prompt_tokens + recipe.regenerate.max_new_tokens,
-        )
+        engine, player = answering(run, config)
     maker = EmbeddedMaker(
         target.build(config.target_layer_ids, section.precision),
         target_hash(run),
         batch_tokens=section.batch_tokens,
         dtype=getattr(torch, section.dtype),
         engine=engine,
+        player=player,
         keep_truncated=recipe.regenerate.on_length != "drop",
     )
     endpoints = [rank_endpoint(endpoint, rank) for rank in range(ranks)]
@@ -89,6 +102,9 @@ def run_teacher(run: RunContext, connect: str | None, ranks: int, name: str | No
             return teach(link, maker, bar.advance)
     finally:
         link.close()
+        if player is not None and player.tally:
+            told = ", ".join(f"{name} {count}" for name, count in sorted(player.tally.items()))
+            run.screen.stage("teach", f"conversations: {told}")
 
 
 class Teachers(threading.Thread):

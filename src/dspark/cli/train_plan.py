@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from rich.table import Table
 from rich.text import Text
 
@@ -84,17 +85,20 @@ class TrainPlanner:
         batches = math.ceil(section.epochs * -(-self.rows // section.batch_size))
         steps = max(1, math.ceil(batches / section.accumulate))
         row = self.row_bytes()
-        window = row * section.batch_size * -(-section.accumulate // self.ranks)
+        batch = section.batch_of(self.length)
+        window = row * batch * -(-section.accumulate // self.ranks)
         sharded = self.ranks > 1
         load = Load(
-            section.batch_size,
+            batch,
             self.length,
             min(section.num_anchors, self.answer),
             self.recipe.draft.vocabulary_size,
             WIDTH[self.recipe.capture.dtype],
         )
+        # Ranks are planned for GPUs; a machine that has one trains on it.
+        fused = sharded or torch.cuda.is_available()
         memory = rank_memory(
-            self.config, section, load, ranks=self.ranks, sharded=sharded, fused=sharded
+            self.config, section, load, ranks=self.ranks, sharded=sharded, fused=fused
         )
         passes = 1.0 if section.mode == "offline" else section.epochs
         plan = TrainPlan(

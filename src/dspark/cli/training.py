@@ -19,7 +19,8 @@ from dspark.cli.stages import STATES, checked_draft_config
 from dspark.cli.teachers import Teachers, teaching_of
 from dspark.config.architecture import DraftConfig
 from dspark.data.chat import end_ids, prompt_ids
-from dspark.data.conversation import answer_seed, temperature_of
+from dspark.data.played import prompt_row
+from dspark.data.renderer import Renderer
 from dspark.data.shards import read_prompts
 from dspark.decoding.acceptance import AcceptanceCounter
 from dspark.decoding.params import SamplingParams
@@ -45,23 +46,13 @@ def training_rows(run: RunContext) -> list[Row]:
             Row(a.id, a.category, a.temperature, a.ids, a.prompt_length, loss_mask=a.loss_mask)
             for a in read_answers(run.folder("answers"))
         ]
-    section, tokenizer = run.recipe.regenerate, run.target.tokenizer
-    rows = []
-    for prompt in read_prompts(run.folder("prompts"), "train"):
-        ids = tuple(prompt_ids(tokenizer, prompt.messages, prompt.tools))
-        rows.append(
-            Row(
-                prompt.id,
-                prompt.category,
-                temperature_of(prompt.id, section),
-                ids,
-                len(ids),
-                section.max_new_tokens,
-                answer_seed(prompt.id),
-                section.top_p,
-            )
-        )
-    return rows
+    section, target = run.recipe.regenerate, run.target
+    renderer = Renderer(target.tokenizer, end_ids(target), section)
+    return [
+        prompt_row(prompt, section, renderer, run.recipe.target.max_context)
+        for prompt in read_prompts(run.folder("prompts"), "train")
+        if prompt.messages  # somebody else's ids: there is nothing to ask
+    ]
 
 
 def stream_name(run: RunContext, rank: int) -> str:

@@ -153,7 +153,9 @@ class TrainSection(Frozen):
     ``mode``: ``offline`` reads states from disk; ``replay`` has a teacher prefill cached answers
     and stream their states; ``online`` has it answer the prompts too. ``order``: batches of rows
     of similar ``length``, or ``shuffled`` without looking at rows, which is all that online can do.
-    ``accumulate`` micro-batches, of all ranks together, are one step.
+    ``accumulate`` micro-batches, of all ranks together, are one step. With ``batch_tokens`` (order
+    ``length``), rows share a batch only with rows of their length bucket (powers of two), and so
+    few that the padded batch has no more tokens: long rows need not share a short row's batch size.
     """
 
     mode: Literal["offline", "replay", "online"] = "offline"
@@ -164,6 +166,7 @@ class TrainSection(Frozen):
     epochs: PositiveFloat = 1.0
     max_seconds: PositiveFloat | None = None
     batch_size: PositiveInt = 8
+    batch_tokens: PositiveInt | None = None
     accumulate: PositiveInt = 1
     num_anchors: PositiveInt = 512
     packed: bool = False
@@ -189,7 +192,15 @@ class TrainSection(Frozen):
     def _online_knows_no_answers(self) -> TrainSection:
         if self.mode == "online" and self.order != "shuffled":
             raise ValueError("mode online needs order: shuffled, lengths are not known beforehand")
+        if self.batch_tokens is not None and self.order != "length":
+            raise ValueError("batch_tokens sorts rows by length: it needs order: length")
         return self
+
+    def batch_of(self, length: int) -> int:
+        """Rows of ``length`` tokens that share a micro-batch."""
+        if self.batch_tokens is None:
+            return self.batch_size
+        return max(1, min(self.batch_size, self.batch_tokens // length))
 
 
 class BenchSection(Frozen):

@@ -6,8 +6,8 @@ on: every turn is one wide batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 
 from dspark.data.conversation import Conversation, Maker
@@ -25,7 +25,8 @@ OnDone = Callable[[Conversation], None]
 class Embedded:
     """Answers with the embedded engine.
 
-    A turn that does not fit into ``max_context`` with the tokens it may generate is not asked.
+    A turn that does not fit into ``max_context`` with the tokens it may generate is not asked;
+    ``limits`` are narrower ones of single prompts, by id.
     """
 
     engine_of: EngineOf
@@ -33,6 +34,7 @@ class Embedded:
     maker: Maker
     max_context: int
     reads_calls: bool = False
+    limits: Mapping[str, int] = field(default_factory=dict)
 
     def run(self, conversations: Iterator[Conversation], on_done: OnDone) -> dict[str, str]:
         """Bring every conversation to its end, calling ``on_done`` as each gets there."""
@@ -48,7 +50,7 @@ class Embedded:
         for conversation in batch:
             ask = conversation.ask()
             ids, name = self.renderer.prompt(ask), conversation.prompt.id
-            if len(ids) + ask.params.max_new_tokens > self.max_context:
+            if len(ids) + ask.params.max_new_tokens > self.limits.get(name, self.max_context):
                 conversation.end("context")
                 on_done(conversation)
                 continue

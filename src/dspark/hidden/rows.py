@@ -18,7 +18,10 @@ from dspark.hidden.record import layer_hash
 class Row:
     """One sequence. With ``new_tokens`` 0, ``ids`` are prompt and answer, to be replayed; otherwise
     ``ids`` are a prompt that the teacher answers first (at ``temperature``, from ``seed``).
-    ``loss_mask`` is as long as ``ids``, or empty: then it is 1 from ``prompt_length`` on."""
+    ``loss_mask`` is as long as ``ids``, or empty: then it is 1 from ``prompt_length`` on.
+
+    A conversation is ``asked``: the whole prompt as JSON, of which ``ids`` are the first turn and
+    ``most`` bounds the tokens of all."""
 
     id: str
     category: str
@@ -29,6 +32,8 @@ class Row:
     seed: int = 0
     top_p: float = 1.0
     loss_mask: tuple[int, ...] = ()
+    asked: str = ""
+    most: int = 0
 
     @property
     def mask(self) -> tuple[int, ...]:
@@ -39,7 +44,7 @@ class Row:
     @property
     def longest(self) -> int:
         """Upper bound of the record's tokens."""
-        return len(self.ids) + self.new_tokens
+        return self.most or len(self.ids) + self.new_tokens
 
     @property
     def answer(self) -> int:

@@ -8,7 +8,7 @@ Context enters once per token: the tapped target states are concatenated, projec
 Flavours differ in the attention module and in three names, nowhere else: parameters are called as
 published, so a state dict is a checkpoint.
 
-The same modules serve two layouts: *training* (many blocks of one sequence under a dense mask, see
+The same modules serve two layouts: *training* (many blocks of one sequence in windows, see
 ``dspark.training.anchors``) and *serving* (one block over cached rows). Their equality is the
 parity oracle of the test suite: a label shift or a wrong position shows there, not in the loss.
 """
@@ -24,6 +24,7 @@ from dspark.model.heads import ConfidenceHead, MarkovHead
 from dspark.model.layers import RMSNorm, SwiGLU
 from dspark.model.mla import LatentAttention, LatentDims
 from dspark.model.weights import DRAFT_NAMES
+from dspark.model.windows import Mask, Windows
 
 
 def block_attention(config: DraftConfig) -> LatentAttention | GroupedBlockAttention:
@@ -63,7 +64,7 @@ class DraftLayer(nn.Module):
         x: Tensor,
         rotation: Tensor,
         context_rows: Tensor,
-        mask: Tensor | None,
+        mask: Mask | None,
         *,
         serving: bool = False,
     ) -> Tensor:
@@ -71,8 +72,11 @@ class DraftLayer(nn.Module):
         normed = self.input_layernorm(x)
         own = self.self_attn.rows(normed, rotation)
         rows = torch.cat([context_rows.to(own.dtype), own], dim=1)
-        attend = self.self_attn.serve if serving else self.self_attn
-        x = x + attend(normed, rotation, rows, mask)
+        if serving:
+            assert not isinstance(mask, Windows), "one block needs no windows"
+            x = x + self.self_attn.serve(normed, rotation, rows, mask)
+        else:
+            x = x + self.self_attn(normed, rotation, rows, mask)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 

@@ -19,6 +19,7 @@ from dspark.config.architecture import Qwen3DraftConfig
 from dspark.config.target import TargetConfig
 from dspark.model.cache import Rows, Span
 from dspark.model.layers import RMSNorm, Rope, rotate, rotate_halves
+from dspark.model.windows import Mask, attend
 
 SHORT = 16  # queries up to which the grouped product beats SDPA on CPU
 SHORT_CONTEXT = 400  # keys up to which SDPA beats it for a lone query (18 against 29 us at 100)
@@ -125,17 +126,15 @@ class GroupedBlockAttention(nn.Module):
         mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(-2))
         return mixed
 
-    def forward(self, x: Tensor, rotation: Tensor, rows: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor, rows: Tensor, mask: Mask | None) -> Tensor:
         """x [B, T, hidden] over ``rows`` [B, N, row] -> [B, T, hidden].
 
-        ``mask`` is boolean, broadcastable to [B, 1, T, N], True = may attend. A query that may
-        attend to nothing gives zeros (never NaN).
+        ``mask`` is boolean, broadcastable to [B, 1, T, N], True = may attend, or windows of it. A
+        query that may attend to nothing gives zeros (never NaN).
         """
         q, key, value = self._parts(x, rotation, rows)
         enable_gqa = self.heads != self.kv_heads
-        return self._joined(
-            F.scaled_dot_product_attention(q, key, value, attn_mask=mask, enable_gqa=enable_gqa)
-        )
+        return self._joined(attend(q, key, value, mask, enable_gqa=enable_gqa))
 
     def prepare_serving(self) -> None:
         """Nothing: :meth:`serve` only calls the projections, packed or not."""

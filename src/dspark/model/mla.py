@@ -15,12 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark.config.architecture import RopeParameters
 from dspark.model.fp8 import plain_weight
 from dspark.model.layers import RMSNorm, Rope, rotate
+from dspark.model.windows import Mask, attend
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,14 @@ class LatentAttention(nn.Module):
         x: Tensor,
         rotation: Tensor,
         rows: Tensor,
-        mask: Tensor | None,
+        mask: Mask | None,
         *,
         causal: bool = False,
     ) -> Tensor:
         """Plain attention of x [B, T, hidden] over latent ``rows`` [B, N, row].
 
-        ``mask`` is boolean, broadcastable to [B, 1, T, N], True = may attend. A query row that may
-        attend to nothing gives zeros (never NaN) because padding blocks reach here in training.
+        ``mask`` is boolean, broadcastable to [B, 1, T, N], True = may attend, or windows of it. A
+        query row that may attend to nothing gives zeros (never NaN): padding blocks reach here.
         """
         nope, roped = self.queries(x, rotation)
         mixed: Tensor = self.o_proj(self.attend(nope, roped, rows, mask, causal=causal).flatten(-2))
@@ -102,7 +102,7 @@ class LatentAttention(nn.Module):
         nope: Tensor,
         roped: Tensor,
         rows: Tensor,
-        mask: Tensor | None,
+        mask: Mask | None,
         *,
         causal: bool = False,
     ) -> Tensor:
@@ -112,12 +112,12 @@ class LatentAttention(nn.Module):
         expanded = self.kv_b_proj(latent).unflatten(-1, (d.heads, d.nope + d.v)).transpose(1, 2)
         key_nope, value = expanded.split([d.nope, d.v], -1)
         key_rope = shared.unsqueeze(1).expand(-1, d.heads, -1, -1)
-        out = F.scaled_dot_product_attention(
+        out = attend(
             torch.cat([nope, roped], -1).transpose(1, 2),
             torch.cat([key_nope, key_rope.to(key_nope.dtype)], -1),
             value,
-            attn_mask=mask,
-            is_causal=causal,
+            mask,
+            causal=causal,
             scale=self.scale,
         )
         return out.transpose(1, 2)

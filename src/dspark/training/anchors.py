@@ -2,8 +2,8 @@
 
 An anchor is a committed token whose successor is also part of the answer. Each chosen anchor
 becomes a block ``[anchor, MASK x (K-1)]`` appended behind the sequence; all blocks of a sequence
-run in one pass under a dense mask. Contract, section 4; one predicate (:func:`visible`) defines the
-mask for every backend.
+run in one pass. Contract, section 4; one predicate (:func:`visible`) defines the mask, whole
+(:func:`attention_mask`) or in windows of neighbouring blocks (:func:`attention_windows`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from dspark.hidden.record import HiddenRecord
+from dspark.model.windows import Mask, Window, Windows
+
+WINDOWS, NEIGHBOURS = 16, 16  # at most so many windows, of at least so many blocks
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Blocks:
     previous: Tensor
     source: Tensor
     slot_mask: Tensor
-    attention: Tensor
+    attention: Mask
     first: Tensor
     context_positions: Tensor
 
@@ -102,17 +105,55 @@ def attention_mask(
 
     Padding anchors (0) see only their own block: nobody reads them, and no row is ever empty.
     """
+    return _mask(anchors, lengths, (0, size), k, first)
+
+
+def _mask(
+    anchors: Tensor, lengths: Tensor, context: tuple[int, int], k: int, first: Tensor | None
+) -> Tensor:
+    """Mask of these blocks over the positions ``context`` (from, to) and themselves."""
     batch, count = anchors.shape
     device = anchors.device
     query_block = torch.arange(count, device=device).repeat_interleave(k)
-    context = torch.arange(size, device=device)
-    key_position = torch.cat([context, query_block.new_zeros(count * k)])
-    key_block = torch.cat([context.new_full((size,), -1), query_block])
+    seen = torch.arange(*context, device=device)
+    key_position = torch.cat([seen, query_block.new_zeros(count * k)])
+    key_block = torch.cat([seen.new_full(seen.shape, -1), query_block])
     anchor = anchors.repeat_interleave(k, dim=1).unsqueeze(-1)
     begin = 0 if first is None else first.repeat_interleave(k, dim=1).unsqueeze(-1)
     mask = visible(anchor, query_block.view(1, -1, 1), key_position, key_block, begin)
     real = (key_block >= 0) | (key_position < lengths.view(batch, 1, 1))
     return (mask & real).unsqueeze(1)
+
+
+Bounds = list[tuple[tuple[int, int], tuple[int, int]]]
+"""Block rows and context positions, both (from, to), of every window."""
+
+
+def bounds_of(highest: list[int], k: int, lowest: list[int] | None = None) -> Bounds:
+    """Windows of blocks of ``k`` rows that see no context outside of [lowest, highest)."""
+    count = len(highest)
+    each = max(NEIGHBOURS, -(-count // WINDOWS))
+    bounds = []
+    for start in range(0, count, each):
+        part = slice(start, min(count, start + each))
+        low = 0 if lowest is None else min(lowest[part])
+        high = max(low, *highest[part])
+        bounds.append(((part.start * k, part.stop * k), (low, high)))
+    return bounds
+
+
+def attention_windows(
+    anchors: Tensor, lengths: Tensor, size: int, k: int, first: Tensor | None = None
+) -> Windows:
+    """:func:`attention_mask` in windows, which are small where anchors ascend."""
+    parts = []
+    lowest = None if first is None else first.amin(0).tolist()
+    for rows, context in bounds_of(anchors.amax(0).tolist(), k, lowest):
+        part = slice(rows[0] // k, rows[1] // k)
+        begin = None if first is None else first[:, part]
+        mask = _mask(anchors[:, part], lengths, context, k, begin)
+        parts.append(Window(rows, context, mask[..., : context[1] - context[0]]))
+    return Windows(size, k, tuple(parts))
 
 
 def build_blocks(records: list[HiddenRecord], anchors: list[Tensor], block_size: int) -> Blocks:
@@ -155,7 +196,7 @@ def build_blocks(records: list[HiddenRecord], anchors: list[Tensor], block_size:
         source=source,
         # Cumulative: after the first slot that does not count, none does.
         slot_mask=counted.long().cumprod(-1).bool(),
-        attention=attention_mask(where, lengths, size, block_size),
+        attention=attention_windows(where, lengths, size, block_size),
         first=torch.zeros_like(where),
         context_positions=torch.arange(size).expand(batch, -1),
     )
@@ -200,7 +241,7 @@ def pack_blocks(records: list[HiddenRecord], anchors: list[Tensor], block_size: 
         previous=ids[0][source].unsqueeze(0),
         source=source.unsqueeze(0),
         slot_mask=torch.cat(counted).unsqueeze(0),
-        attention=attention_mask(
+        attention=attention_windows(
             where.unsqueeze(0), torch.tensor([size]), size, block_size, first.unsqueeze(0)
         ),
         first=first.unsqueeze(0),

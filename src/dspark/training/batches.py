@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dspark.config.recipe import TrainSection
 from dspark.errors import TrainingError
 from dspark.hidden.record import HiddenRecord
 from dspark.training.anchors import (
@@ -90,18 +91,58 @@ def require_normed(records: Sequence[HiddenRecord]) -> None:
             )
 
 
+def length_buckets(
+    lengths: Sequence[int], batch_size: int, batch_tokens: int
+) -> list[tuple[int, list[int]]]:
+    """(rows of a batch, indices) of every bucket, short ones first.
+
+    A bucket holds lengths between two powers of two, so padding at most doubles a row.
+    """
+    found: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        found.setdefault((length - 1).bit_length(), []).append(index)
+    buckets = []
+    for _, rows in sorted(found.items()):
+        longest = max(lengths[i] for i in rows)
+        buckets.append((max(1, min(batch_size, batch_tokens // longest)), rows))
+    return buckets
+
+
+def cut_rows(lengths: Sequence[int], section: TrainSection) -> list[slice]:
+    """Rows in their order, cut into batches that respect ``batch_size`` and ``batch_tokens``."""
+    parts, start, longest = [], 0, 0
+    for i, length in enumerate(lengths):
+        if i > start and i - start >= section.batch_of(max(longest, length)):
+            parts.append(slice(start, i))
+            start, longest = i, 0
+        longest = max(longest, length)
+    return [*parts, slice(start, len(lengths))] if lengths else []
+
+
 class Order:
     """Which rows micro-batch ``number`` of the whole run has: a function of seed and number.
 
     With ``lengths``, rows of similar length share a batch; without, batches are cut as shuffled.
+    With ``batch_tokens`` too, rows are put into buckets by length, and a bucket's batches have as
+    many rows (at most ``batch_size``, at least one) as its longest row allows.
     """
 
     def __init__(
-        self, rows: int, lengths: Sequence[int] | None, *, batch_size: int, seed: int
+        self,
+        rows: int,
+        lengths: Sequence[int] | None,
+        *,
+        batch_size: int,
+        seed: int,
+        batch_tokens: int | None = None,
     ) -> None:
         self.rows, self.lengths = rows, lengths
         self.batch_size, self.seed = batch_size, seed
+        self.buckets = None
         self.per_epoch = -(-rows // batch_size)
+        if batch_tokens is not None and lengths is not None:
+            self.buckets = length_buckets(lengths, batch_size, batch_tokens)
+            self.per_epoch = sum(-(-len(found) // size) for size, found in self.buckets)
         self._epoch = -1
         self._batches: list[list[int]] = []
 
@@ -117,6 +158,12 @@ class Order:
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) & 0xFFFFFFFF)
         shuffled = torch.randperm(self.rows, generator=generator).tolist()
         batches = []
+        if self.buckets is not None:
+            place = {row: i for i, row in enumerate(shuffled)}
+            for size, found in self.buckets:
+                mixed = sorted(found, key=place.__getitem__)
+                batches += [mixed[i : i + size] for i in range(0, len(mixed), size)]
+            return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
         window = self.batch_size * WINDOW
         for start in range(0, len(shuffled), window):
             part = shuffled[start : start + window]
@@ -199,12 +246,19 @@ class BatchPlan:
         seed: int,
         by_length: bool = True,
         packed: bool = False,
+        batch_tokens: int | None = None,
     ) -> None:
         self.records = [r for r in records if len(eligible(r.loss_mask))]
         self.num_anchors, self.block_size = num_anchors, block_size
         self.seed, self.packed = seed, packed
         lengths = [len(r) for r in self.records] if by_length else None
-        self.order = Order(len(self.records), lengths, batch_size=batch_size, seed=seed)
+        self.order = Order(
+            len(self.records),
+            lengths,
+            batch_size=batch_size,
+            seed=seed,
+            batch_tokens=batch_tokens,
+        )
 
     @property
     def per_epoch(self) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor
 from dspark.config.recipe import TrainSection
 from dspark.hidden.record import HiddenRecord
 from dspark.training.anchors import Blocks, build_blocks, sample_anchors
+from dspark.training.batches import cut_rows
 from dspark.training.loss import RowStats
 from dspark.training.parallel import Solo, whole
 from dspark.training.step import StepOutput, window_weight
@@ -126,10 +127,9 @@ class Held:
 
     def batches(self) -> Iterator[tuple[Blocks, list[str]]]:
         """Batches with a counted slot, and the categories of their rows."""
-        size = self.section.batch_size
         generator = torch.Generator().manual_seed(self.section.seed)
-        for start in range(0, len(self.records), size):
-            records = list(self.records[start : start + size])
+        for part in cut_rows([len(r) for r in self.records], self.section):
+            records = list(self.records[part])
             anchors = [
                 sample_anchors(r.loss_mask, self.section.num_anchors, generator) for r in records
             ]

@@ -15,12 +15,17 @@ the exact one for a draft that never proposes anything else: with the target's `
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from dspark.model.layers import product_with
+
+CPU_CHUNK = 20 * 2**20  # bytes of one [chunk, V'] tensor in fp32
 
 
 def slot_weights(block_size: int, decay: float) -> Tensor:
@@ -46,8 +51,19 @@ class RowStats:
         return (1 - self.l1 / 2).clamp(0, 1)
 
 
+def rows_at_once(chunk: int, vocabulary: int, device: str) -> int:
+    """Rows of a chunk: ``chunk``, but on a CPU no more than fit into :data:`CPU_CHUNK` bytes.
+
+    Larger tensors gain nothing there: they fall out of the caches, and are mapped anew, page by
+    page, every time they are made.
+    """
+    if device != "cpu":
+        return chunk
+    return min(chunk, max(16, CPU_CHUNK // (4 * vocabulary)))
+
+
 def _targets(
-    t: Tensor, log_z: Tensor | None, head: Tensor, source: Tensor
+    t: Tensor, log_z: Tensor | None, head: Callable[[Tensor], Tensor], source: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """p over the support [R, V'], the target mass outside it [R] and argmax p [R, 1].
 
@@ -59,7 +75,7 @@ def _targets(
     )
     again = len(distinct) < len(source)
     first = sizes.cumsum(0) - sizes
-    p = (t[first] if again else t) @ head.T
+    p = head(t[first] if again else t)
     if log_z is None:
         p = torch.softmax(p, -1)
         outside = p.new_zeros(len(p))
@@ -91,23 +107,28 @@ class FusedDraftLoss(torch.autograd.Function):
         """h [R, H], m [R, r], w2 [V', r], head [V', H], t [R, H], labels [R] (-1: outside)."""
         grad_h, grad_m, grad_w2 = torch.empty_like(h), torch.empty_like(m), torch.zeros_like(w2)
         ce, l1, agree = (h.new_empty(len(h)) for _ in range(3))
+        logits_of = product_with(head)
+        chunk = rows_at_once(chunk, len(head), head.device.type)
         for start in range(0, len(h), chunk):
             s = slice(start, start + chunk)
             p, outside, choice = _targets(
-                t[s], None if log_z is None else log_z[s], head, source[s]
+                t[s], None if log_z is None else log_z[s], logits_of, source[s]
             )
-            # Two tensors of [chunk, V'] are alive from here on, both changed in place.
-            log_q = torch.log_softmax(torch.addmm(h[s] @ head.T, m[s], w2.T), -1)
+            # Three tensors of [chunk, V'] are alive from here on, changed in place.
+            logits = logits_of(h[s]).addmm_(m[s], w2.T)
+            q = torch.softmax(logits, -1)
             inside = labels[s] >= 0
             picked = labels[s].clamp_min(0).unsqueeze(-1)
-            ce[s] = torch.where(inside, -log_q.gather(-1, picked).squeeze(-1), 0.0)
-            agree[s] = (log_q.gather(-1, choice).squeeze(-1) >= log_q.amax(-1)).to(h.dtype)
-            q = log_q.exp_()
+            most = q.amax(-1)
+            # The largest logit and its probability (at least 1/V) give the sum of exponentials.
+            log_sum = logits.amax(-1) - most.log()
+            ce[s] = torch.where(inside, log_sum - logits.gather(-1, picked).squeeze(-1), 0.0)
+            agree[s] = (q.gather(-1, choice).squeeze(-1) >= most).to(h.dtype)
             difference = torch.sub(q, p, out=p)
+            sign = torch.sign(difference, out=logits)
             # Not linalg.vector_norm: its sums over a large vocabulary are off by 4e-5.
-            l1[s] = difference.abs().sum(-1) + outside
+            l1[s] = torch.linalg.vecdot(difference, sign) + outside
             # d L1 / d logits = q * (sign(q - p) - sum_v q_v sign_v); d CE / d logits = q - onehot.
-            sign = difference.sign_()
             mean = torch.linalg.vecdot(q, sign).unsqueeze(-1)
             weight = torch.where(inside, ce_weight[s], 0.0).unsqueeze(-1)
             share = l1_weight[s].unsqueeze(-1)
@@ -117,7 +138,7 @@ class FusedDraftLoss(torch.autograd.Function):
             grad_m[s] = grad @ w2
             grad_w2.addmm_(grad.T, m[s])
             # Or the next chunk would begin beside the tensors of this one.
-            del p, log_q, q, difference, sign, grad
+            del p, q, logits, difference, sign, grad
         ctx.save_for_backward(grad_h, grad_m, grad_w2)
         ctx.mark_non_differentiable(ce, l1, agree)
         loss = (ce * ce_weight).sum() + (l1 * l1_weight).sum()

@@ -22,6 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dspark.config.architecture import DraftConfig, K3DraftConfig
 from dspark.config.recipe import TrainSection
 from dspark.model.draft import DSparkDraft
+from dspark.model.windows import Mask, Window, Windows
+from dspark.training.anchors import bounds_of
+from dspark.training.loss import rows_at_once
 from dspark.training.step import layer_step
 
 LOSS_COPIES = 3  # [chunk, V] tensors alive at once: p, logits and their softmax
@@ -89,6 +92,32 @@ def _draft_in(config: DraftConfig, dtype: torch.dtype) -> DSparkDraft:
         torch.set_default_dtype(usual)
 
 
+def _spread(load: Load, block: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Windows of anchors that are spread evenly over the sequence."""
+    last = max(load.anchors - 1, 1)
+    anchors = [i * (load.length - 1) // last for i in range(load.anchors)]
+    return bounds_of(anchors, block)
+
+
+def _mask(load: Load, block: int, fused: bool) -> Mask:
+    """The mask as training has it, without content: in windows, or whole for fused kernels."""
+    rows = load.anchors * block
+    if fused:
+        return torch.empty(load.batch, 1, rows, load.length + rows, dtype=torch.bool)
+    parts = []
+    for (start, stop), (low, high) in _spread(load, block):
+        mask = torch.empty(load.batch, 1, stop - start, high - low, dtype=torch.bool)
+        parts.append(Window((start, stop), (low, high), mask))
+    return Windows(load.length, block, tuple(parts))
+
+
+def _mask_bytes(load: Load, block: int, fused: bool) -> int:
+    with torch.device("meta"):
+        mask = _mask(load, block, fused)
+    parts = [p.mask for p in mask.parts] if isinstance(mask, Windows) else [mask]
+    return sum(part.numel() for part in parts)
+
+
 def activation_bytes(
     config: DraftConfig,
     section: TrainSection,
@@ -117,7 +146,7 @@ def activation_bytes(
         taps = torch.empty(
             load.batch, load.length, len(config.target_layer_ids), config.target_hidden_size
         )
-        mask = torch.empty(load.batch, 1, rows, load.length + rows, dtype=torch.bool)
+        mask = _mask(load, block, fused)
         weights = {p.untyped_storage()._cdata for p in draft.parameters()}
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=half)
         given = taps.to(dtype)  # counted with the micro-batch
@@ -126,7 +155,8 @@ def activation_bytes(
         rotation = draft.rotation(torch.zeros(load.batch, rows, dtype=torch.long))
         context_rotation = draft.rotation(torch.zeros(load.batch, load.length, dtype=torch.long))
         held = weights | set(around)
-        held |= {t.untyped_storage()._cdata for t in (mask, x)}
+        masks = [p.mask for p in mask.parts] if isinstance(mask, Windows) else [mask]
+        held |= {t.untyped_storage()._cdata for t in (*masks, x)}
         with autocast, _kept(held) as layer:
             out = layer_step(draft.draft_layers[0], x, rotation, context, context_rotation, mask)
         stream = out.numel() * out.element_size()
@@ -164,8 +194,8 @@ def rank_memory(
     finals = load.batch * load.length * hidden
     blocks = (taps + finals) * load.state_width
     blocks += taps * FP32 if load.state_width != FP32 and not (sharded and half) else 0
-    blocks += load.batch * load.anchors * block * (load.length + load.anchors * block)
-    chunk = min(rows, section.loss.chunk_rows)
+    blocks += _mask_bytes(load, block, fused)
+    chunk = min(rows, rows_at_once(section.loss.chunk_rows, support, "cuda" if fused else "cpu"))
     # Rows of h and t, the gradient of h; Markov rows and the gradient of W2.
     loss = 3 * slot * FP32 + 2 * rows * config.markov_rank * FP32
     loss += 2 * support * config.markov_rank * FP32

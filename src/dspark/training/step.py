@@ -8,12 +8,14 @@ trainer's business. The head and the Markov output matrix may be restricted to a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dspark.model.draft import DraftLayer, DSparkDraft
+from dspark.model.windows import Mask, Windows
 from dspark.training.anchors import Blocks
 from dspark.training.loss import LossInputs, RowStats, draft_loss, slot_weights
 
@@ -67,7 +69,7 @@ def layer_step(
     rotation: Tensor,
     context: Tensor,
     context_rotation: Tensor,
-    mask: Tensor,
+    mask: Mask,
 ) -> Tensor:
     """One layer in the training layout: its own context rows [B, S, row], then its block rows.
 
@@ -78,7 +80,7 @@ def layer_step(
     return layer.forward(x, rotation, rows, mask)
 
 
-def run_layer(layer: DraftLayer, save_memory: bool, *args: Tensor) -> Tensor:
+def run_layer(layer: DraftLayer, save_memory: bool, *args: Any) -> Tensor:
     """:func:`layer_step`; with ``save_memory`` its activations are made again going backward."""
     # A sharded layer brings its own, which gathers its weights first.
     step = getattr(layer, SHARDED_STEP, None)
@@ -88,7 +90,7 @@ def run_layer(layer: DraftLayer, save_memory: bool, *args: Tensor) -> Tensor:
     return checked_layer_step(layer, save_memory, *args)
 
 
-def checked_layer_step(layer: DraftLayer, save_memory: bool, *args: Tensor) -> Tensor:
+def checked_layer_step(layer: DraftLayer, save_memory: bool, *args: Any) -> Tensor:
     if save_memory and torch.is_grad_enabled():
         again: Tensor = checkpoint(layer_step, layer, *args, use_reentrant=False)
         return again
@@ -102,9 +104,12 @@ def block_states(draft: DSparkDraft, blocks: Blocks, *, save_memory: bool = Fals
     context = draft.context(blocks.taps.to(dtype))
     context_rotation = draft.rotation(blocks.context_positions)
     rotation = draft.rotation(blocks.positions)
+    mask = blocks.attention
+    if isinstance(mask, Windows) and mask.parts[0].mask.device.type != "cpu":
+        mask = mask.whole()
     x: Tensor = draft.embed_tokens(draft.block_ids(anchor_ids).flatten(1)).to(dtype)
     for layer in draft.draft_layers:
-        x = run_layer(layer, save_memory, x, rotation, context, context_rotation, blocks.attention)
+        x = run_layer(layer, save_memory, x, rotation, context, context_rotation, mask)
     flat: Tensor = draft.final_norm(x)
     return flat.view(*blocks.labels.shape, flat.shape[-1])
 

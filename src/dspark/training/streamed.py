@@ -21,7 +21,7 @@ from dspark.hidden.reader import StreamReader, StreamSettings
 from dspark.hidden.record import HiddenRecord
 from dspark.hidden.rows import Group, Row, Teaching
 from dspark.training.anchors import eligible
-from dspark.training.batches import MicroBatch, Order
+from dspark.training.batches import MicroBatch, Order, cut_rows
 from dspark.training.parallel import Solo
 
 HELD_SHARE = 24  # as dspark.training.batches.split_validation
@@ -72,7 +72,11 @@ class StreamPlan:
         self.section, self.block_size, self.sizes, self.group = section, block_size, sizes, group
         lengths = [len(r.ids) for r in self.rows] if section.order == "length" else None
         self.order = Order(
-            len(self.rows), lengths, batch_size=section.batch_size, seed=section.seed
+            len(self.rows),
+            lengths,
+            batch_size=section.batch_size,
+            seed=section.seed,
+            batch_tokens=section.batch_tokens,
         )
         self.normed = normed
         self._reader: StreamReader | None = None
@@ -90,9 +94,11 @@ class StreamPlan:
     @property
     def window_bytes(self) -> int:
         """Upper bound of what one rank holds of any optimiser window."""
-        longest = max(self.bound([row]) for row in (*self.rows, *self.held))
+        # A batch has no more rows than its longest row allows, and none of them is larger.
+        batch = self.section.batch_of
+        longest = max(self.bound([r]) * batch(r.longest) for r in (*self.rows, *self.held))
         batches = self.section.accumulate // self.group.size
-        return longest * self.section.batch_size * batches
+        return longest * batches
 
     def settings(self, endpoint: str, stream: str, folder: Path) -> StreamSettings:
         """How this rank listens at ``endpoint``; bodies of transport ``disk`` lie in ``folder``."""
@@ -113,8 +119,7 @@ class StreamPlan:
 
     def _cut(self, rows: Sequence[Row], first: int) -> list[Group]:
         """Groups numbered downwards from ``first``: micro-batches count up from 0."""
-        size = self.section.batch_size
-        parts = [tuple(rows[i : i + size]) for i in range(0, len(rows), size)]
+        parts = [tuple(rows[s]) for s in cut_rows([r.longest for r in rows], self.section)]
         return [Group(first - i, part, self.bound(part)) for i, part in enumerate(parts)]
 
     def _warm_groups(self) -> tuple[list[Group], list[Group]]:

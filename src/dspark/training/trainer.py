@@ -101,6 +101,7 @@ class Trainer:
                 seed=section.seed,
                 by_length=section.order == "length",
                 packed=section.packed,
+                batch_tokens=section.batch_tokens,
             )
         self.plan = plan
         self.module = self._module()

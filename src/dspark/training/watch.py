@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import json
 import os
 import sys
@@ -47,7 +48,9 @@ class StepLines:
 
 
 class Sink(Protocol):
-    """Takes figures of a step."""
+    """Takes figures of a step; told first which step a run resumes behind."""
+
+    def resume(self, step: int) -> None: ...
 
     def write(self, row: Mapping[str, Any]) -> None: ...
 
@@ -58,7 +61,13 @@ class _TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise _absent("tensorboard") from error
-        self.writer = SummaryWriter(folder / "tensorboard")
+        self.folder, self.made = folder / "tensorboard", SummaryWriter
+        self.writer: Any = None
+
+    def resume(self, step: int) -> None:
+        # Steps behind the checkpoint are taken again: their old figures are purged.
+        make: Any = self.made
+        self.writer = make(self.folder, purge_step=step + 1)
 
     def write(self, row: Mapping[str, Any]) -> None:
         for name, value in _figures(row):
@@ -72,7 +81,13 @@ class _WandB:
             import wandb
         except ImportError as error:
             raise _absent("wandb") from error
-        self.run = wandb.init(dir=str(folder), resume="allow")
+        # The same folder is the same run: a resumed one goes on in it. Steps that are taken again
+        # are the same steps, and W&B keeps the first of each.
+        name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+        self.run = wandb.init(dir=str(folder), id=name, resume="allow")
+
+    def resume(self, step: int) -> None:
+        """W&B knows."""
 
     def write(self, row: Mapping[str, Any]) -> None:
         self.run.log(dict(_figures(row)), step=row["step"])
@@ -103,16 +118,15 @@ class MetricLog:
     """
 
     def __init__(self, names: tuple[str, ...], folder: Path) -> None:
-        self.lines = StepLines(folder / METRICS) if "jsonl" in names else None
-        self.sinks: list[Sink] = [] if self.lines is None else [self.lines]
+        self.sinks: list[Sink] = [StepLines(folder / METRICS)] if "jsonl" in names else []
         if "tensorboard" in names:
             self.sinks.append(_TensorBoard(folder))
         if "wandb" in names:
             self.sinks.append(_WandB(folder))
 
     def resume(self, step: int) -> None:
-        if self.lines is not None:
-            self.lines.resume(step)
+        for sink in self.sinks:
+            sink.resume(step)
 
     def write(self, row: Mapping[str, Any]) -> None:
         for sink in self.sinks:

@@ -1,0 +1,112 @@
+"""Attention of many blocks over one sequence, without the empty parts of their mask.
+
+Training lays A blocks of K rows behind S context rows. A block sees the context before its anchor
+and itself, so of the A*K x (S + A*K) pairs of a dense mask most are forbidden, and yet a kernel
+that gets a dense mask computes them all. Anchors ascend: neighbours see almost the same context.
+Blocks are therefore cut into windows of neighbours, and each window attends to the context that its
+blocks can see at all; a block's own K rows are a product of their own. Keys and values are read as
+they lie.
+
+That is the form for CPUs, which hold probabilities anyway. A GPU's fused kernel holds none and
+wants the mask as a whole (:meth:`Windows.whole`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Window:
+    """Queries ``rows`` (from, to) over context rows ``context`` (from, to) and their own blocks.
+
+    ``mask`` [B, 1, rows, context] is boolean, True = may attend.
+    """
+
+    rows: tuple[int, int]
+    context: tuple[int, int]
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class Windows:
+    """All queries, blocks of ``block`` rows, in windows one behind the other; ``size`` is the
+    number of context rows."""
+
+    size: int
+    block: int
+    parts: tuple[Window, ...]
+
+    def to(self, device: torch.device) -> Windows:
+        """The same windows on ``device``."""
+        moved = (Window(p.rows, p.context, p.mask.to(device)) for p in self.parts)
+        return Windows(self.size, self.block, tuple(moved))
+
+    def whole(self) -> Tensor:
+        """The dense mask [B, 1, A*K, S + A*K]."""
+        first, count = self.parts[0].mask, self.parts[-1].rows[1]
+        mask = first.new_zeros(first.shape[0], 1, count, self.size + count)
+        for part in self.parts:
+            mask[:, :, slice(*part.rows), slice(*part.context)] = part.mask
+        blocks = torch.arange(count, device=first.device) // self.block
+        mask[..., self.size :] = blocks.unsqueeze(-1) == blocks
+        return mask
+
+
+Mask = Tensor | Windows
+
+
+def attend(
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """q [B, heads, T, d] over key, value [B, kv_heads, N, d] -> [B, heads, T, dv].
+
+    ``mask`` is boolean, broadcastable to [B, 1, T, N], True = may attend; or windows. A query that
+    may attend to nothing gives zeros (never NaN).
+    """
+    if isinstance(mask, Windows):
+        return _in_windows(q, key, value, mask, q.shape[-1] ** -0.5 if scale is None else scale)
+    return F.scaled_dot_product_attention(
+        q, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _in_windows(q: Tensor, key: Tensor, value: Tensor, windows: Windows, scale: float) -> Tensor:
+    batch, heads, count, width = q.shape
+    kv_heads, size, block = key.shape[1], windows.size, windows.block
+    group = heads // kv_heads
+    # Contiguous once, so that every window is a view of them and nothing is kept twice.
+    key, value = key.contiguous(), value.contiguous()
+    # Query heads of one key head side by side: [B, kv_heads, group, A, K, d].
+    grouped = (q * scale).contiguous().view(batch, kv_heads, group, -1, block, width)
+    own_key = key[:, :, size:].unflatten(2, (-1, block)).unsqueeze(2)
+    own_value = value[:, :, size:].unflatten(2, (-1, block)).unsqueeze(2)
+    own = torch.matmul(grouped, own_key.transpose(-1, -2))
+    out = []
+    for part in windows.parts:
+        low, high = part.context
+        blocks = slice(part.rows[0] // block, part.rows[1] // block)
+        asked = grouped[:, :, :, blocks].flatten(2, 4)
+        seen = torch.matmul(asked, key[:, :, low:high].transpose(-1, -2))
+        seen = seen.view(batch, kv_heads, group, -1, high - low)
+        seen = seen.masked_fill(~part.mask.unsqueeze(1), -math.inf)
+        scores = torch.cat([seen, own[:, :, :, blocks].flatten(3, 4)], -1)
+        wide = torch.float32 if scores.dtype.itemsize < 4 else scores.dtype
+        weights = torch.softmax(scores, -1, dtype=wide).to(value.dtype)
+        mixed = torch.matmul(weights[..., : high - low].flatten(2, 3), value[:, :, low:high])
+        mine = weights[..., high - low :].unflatten(3, (-1, block))
+        inner = torch.matmul(mine, own_value[:, :, :, blocks]).flatten(3, 4)
+        out.append(mixed.view(inner.shape) + inner)
+    return torch.cat(out, 3).view(batch, heads, count, -1)
