@@ -20,6 +20,9 @@ class EngineOptions(Frozen):
             more than ``max_requests`` whole contexts.
         page_size: rows per page.
         prefix_cache: reuse rows of texts that begin alike.
+        state_snapshots: of hybrid targets only: how many recurrent states are kept for texts that
+            begin alike. Their memory, and that of ``max_requests`` running ones, is part of
+            ``cache_gib``.
         verification: ``block`` or ``standard`` at a positive temperature; at temperature 0 every
             request is verified greedily. ``greedy`` refuses positive temperatures.
         draft_sample_method: ``probabilistic``, or ``greedy`` for argmax drafts.
@@ -41,6 +44,7 @@ class EngineOptions(Frozen):
     cache_gib: float = Field(default=1.0, gt=0)
     page_size: PositiveInt = 16
     prefix_cache: bool = True
+    state_snapshots: PositiveInt = 16
     verification: Literal["greedy", "standard", "block"] = "block"
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     draft_tokens: PositiveInt | None = None

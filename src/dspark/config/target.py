@@ -4,10 +4,10 @@
 (``target.sizes``), which lets plan, init and inspect work where the target's files are not; the
 real target is checked against it when it is loaded (:func:`check_shape`).
 
-``TargetConfig.from_hf`` covers the Llama / Qwen2 / Qwen3 / SmolLM family (GQA) and the kind of
-DeepSeek-V3 and Kimi-K2 (MLA; dense and mixture-of-experts layers). Anything else is a
-``ValueError`` naming the reason; such targets run through the transformers adapter instead
-(``dspark.model.hf_target``).
+``TargetConfig.from_hf`` covers the Llama / Qwen2 / Qwen3 / SmolLM family (GQA), the kind of
+DeepSeek-V3 and Kimi-K2 (MLA; dense and mixture-of-experts layers) and Kimi Linear (KDA and MLA
+without rotary embedding). Anything else is a ``ValueError`` naming the reason; such targets run
+through the transformers adapter instead (``dspark.model.hf_target``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, PrivateAttr, model_validator
 
 from dspark.config.architecture import Frozen, RopeParameters
+from dspark.config.hybrid import LinearConfig, dense_layers, linear_layers, usual_names
 from dspark.errors import ConfigError
 
 UNBOUNDED = 1 << 30  # positions of a target whose config names no limit
@@ -60,6 +61,7 @@ class TargetShape(Frozen):
         Where a family has no such number the usual one stands in: four times the hidden size for
         the MLP, as many key/value heads as heads, hidden size over heads for a head.
         """
+        raw = usual_names(raw)
         hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
         # A latent target's own head_dim is that of its rotated part alone.
         head_dim = None if raw.get("kv_lora_rank") else raw.get("head_dim")
@@ -138,7 +140,8 @@ class ExpertConfig(Frozen):
 
 class TargetConfig(Frozen):
     """Sizes of a decoder-only target. MLA fields are ``None`` for GQA targets, ``experts`` for
-    dense ones."""
+    dense ones, ``linear`` without recurrent layers. ``rotary`` off is attention without positions
+    (NoPE)."""
 
     attention: Literal["gqa", "mla"]
     hidden_size: PositiveInt
@@ -161,6 +164,13 @@ class TargetConfig(Frozen):
     qk_rope_head_dim: PositiveInt | None = None
     v_head_dim: PositiveInt | None = None
     experts: ExpertConfig | None = None
+    rotary: bool = True
+    linear: LinearConfig | None = None
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Ids of the layers that keep a state instead of rows."""
+        return self.linear.layers if self.linear else ()
 
     def experts_of(self, layer: int) -> ExpertConfig | None:
         """The mixture of experts of ``layer``; None where it is dense."""
@@ -176,7 +186,8 @@ class TargetConfig(Frozen):
             ValueError: the family or a feature is not covered by our decoder; says which.
         """
         family = str(raw.get("model_type"))
-        if family not in {"llama", "qwen2", "qwen3", "deepseek_v3"}:
+        raw = usual_names(raw)
+        if family not in {"llama", "qwen2", "qwen3", "deepseek_v3", "kimi_linear"}:
             raise ValueError(f"model_type {family!r} has no decoder of our own")
         _refuse_uncovered(raw)
         heads = int(raw["num_attention_heads"])
@@ -189,11 +200,13 @@ class TargetConfig(Frozen):
             "vocab_size": raw["vocab_size"],
             "rms_norm_eps": float(raw["rms_norm_eps"]),
             "max_position_embeddings": raw["max_position_embeddings"],
-            "rope_parameters": RopeParameters.from_hf(raw),
+            "rope_parameters": (
+                RopeParameters() if family == "kimi_linear" else RopeParameters.from_hf(raw)
+            ),
             "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
             "attention_bias": family == "qwen2" or bool(raw.get("attention_bias", False)),
         }
-        if family == "deepseek_v3":
+        if family in {"deepseek_v3", "kimi_linear"}:
             keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
             mla = {key: raw[key] for key in (*keys, "v_head_dim")}
             return cls(
@@ -202,6 +215,8 @@ class TargetConfig(Frozen):
                 head_dim=mla["qk_nope_head_dim"] + mla["qk_rope_head_dim"],
                 rope_interleave=bool(raw.get("rope_interleave", True)),
                 experts=_experts(raw),
+                rotary=family != "kimi_linear",
+                linear=linear_layers(raw) if family == "kimi_linear" else None,
                 **mla,
                 **common,
             )
@@ -215,7 +230,10 @@ class TargetConfig(Frozen):
 
 
 def _experts(raw: dict[str, Any]) -> ExpertConfig | None:
-    dense = int(raw.get("first_k_dense_replace") or 0)
+    if raw["model_type"] == "kimi_linear":
+        dense = dense_layers(raw)
+    else:
+        dense = int(raw.get("first_k_dense_replace") or 0)
     if dense >= raw["num_hidden_layers"]:
         return None
     if raw.get("moe_layer_freq", 1) != 1:
@@ -236,7 +254,10 @@ def _refuse_uncovered(raw: dict[str, Any]) -> None:
         raise ValueError("mlp_bias is not covered")
     if raw.get("attention_bias") and raw["model_type"] in {"llama", "qwen3"}:
         raise ValueError("attention_bias is not covered: it also biases the output projection")
-    others = set(raw.get("layer_types") or ()) - {"full_attention"}
+    covered = {"full_attention"}
+    if raw["model_type"] == "kimi_linear":
+        covered = covered | {"linear_attention"}
+    others = set(raw.get("layer_types") or ()) - covered
     if raw.get("use_sliding_window") or others:
         raise ValueError(f"sliding windows or other layer types are not covered {sorted(others)}")
     if raw.get("quantization_config"):

@@ -1,9 +1,9 @@
 """The target: a config-driven decoder that returns the states a draft is fed with.
 
-``Target`` is the interface every stage uses; ``DecoderTarget`` is our own decoder (GQA or MLA) and
-``dspark.model.hf_target`` adapts any other Hugging Face causal LM to it. One forward returns the
-last hidden state AFTER the final norm and the residual streams after the tapped layers, so capture
-and decoding read the very same tensors.
+``Target`` is the interface every stage uses; ``DecoderTarget`` is our own decoder (GQA, MLA, or a
+hybrid of MLA and KDA) and ``dspark.model.hf_target`` adapts any other Hugging Face causal LM to it.
+One forward returns the last hidden state AFTER the final norm and the residual streams after the
+tapped layers, so capture and decoding read the very same tensors.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from dspark.config.target import TargetConfig
 from dspark.errors import TargetError
 from dspark.model.cache import RowCache, Rows, Span
 from dspark.model.gqa import SHORT, GroupedAttention
+from dspark.model.kda import DeltaAttention
 from dspark.model.layers import FusedMLP, RMSNorm, Rope, pack_linears, packed_or_plain
 from dspark.model.mla import LatentAttention, LatentDims
 from dspark.model.moe import ExpertsMLP
+from dspark.model.states import BatchStates, FreshStates, HybridCache, StateDims
 
 # DeepSeek-V3 builds its two latent norms without passing rms_norm_eps: they keep their default.
 LATENT_EPS = 1e-6
@@ -107,7 +109,7 @@ class LatentTargetAttention(nn.Module):
             config.rope_parameters, bias=config.attention_bias,
         )  # fmt: skip
 
-    def forward(self, x: Tensor, rotation: Tensor, span: Span, cache: Rows | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor | None, span: Span, cache: Rows | None) -> Tensor:
         rows = self.core.rows(x, rotation)
         if cache is not None:
             rows = cache.append(self.layer, span, rows.unsqueeze(1))[0].squeeze(1)
@@ -121,14 +123,23 @@ class LatentTargetAttention(nn.Module):
         return mixed
 
 
+def _mixer(config: TargetConfig, layer: int) -> nn.Module:
+    """What mixes tokens in ``layer``. Layers with rows and layers with states count apart."""
+    recurrent = config.recurrent_layers
+    before = sum(i < layer for i in recurrent)
+    if layer in recurrent:
+        return DeltaAttention(config, before)
+    kind = GroupedAttention if config.attention == "gqa" else LatentTargetAttention
+    return kind(config, layer - before)
+
+
 class TargetLayer(nn.Module):
     """Pre-norm decoder layer."""
 
     def __init__(self, config: TargetConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        kind = GroupedAttention if config.attention == "gqa" else LatentTargetAttention
-        self.self_attn: nn.Module = kind(config, layer)
+        self.self_attn = _mixer(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         experts = config.experts_of(layer)
         self.mlp: nn.Module = (
@@ -137,16 +148,27 @@ class TargetLayer(nn.Module):
             else ExpertsMLP(config.hidden_size, experts)
         )
 
-    def forward(self, x: Tensor, rotation: Tensor, span: Span, cache: Rows | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor | None, span: Span, cache: Rows | None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rotation, span, cache)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
 
-class DecoderTarget(nn.Module):
-    """Our decoder for GQA and MLA targets; implements :class:`Target`."""
+def _with_states(
+    dims: StateDims, span: Span, cache: Rows | None, batch: int, device: torch.device
+) -> HybridCache:
+    if cache is None:
+        return HybridCache(None, FreshStates(dims, batch, device))
+    assert cache.states is not None, "a cache made for this target"
+    return HybridCache(cache, cache.states.begin(span))
 
-    supports_ragged = True
+
+class DecoderTarget(nn.Module):
+    """Our decoder for GQA, MLA and hybrid targets; implements :class:`Target`.
+
+    ``state_dims`` are the sizes of a hybrid's recurrent states, None for others; ``row_layers`` is
+    how many layers cache rows.
+    """
 
     def __init__(self, config: TargetConfig, layer_ids: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -157,9 +179,12 @@ class DecoderTarget(nn.Module):
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         rope_dim = config.head_dim if config.attention == "gqa" else config.qk_rope_head_dim
-        self.rope = Rope(int(rope_dim or 0), config.rope_parameters)
+        self.rope = Rope(int(rope_dim or 0), config.rope_parameters) if config.rotary else None
         self.hidden_size = config.hidden_size
         self.num_layers = config.num_hidden_layers
+        self.row_layers = config.num_hidden_layers - len(config.recurrent_layers)
+        # A batch's padding would run through the states of a hybrid.
+        self.supports_ragged = config.linear is None
         self.vocab_size = config.vocab_size
         self.max_context = config.max_position_embeddings
         self._head: Tensor | None = None
@@ -191,23 +216,34 @@ class DecoderTarget(nn.Module):
         return packed + (self.lm_head is not head)
 
     @property
+    def state_dims(self) -> StateDims | None:
+        linear = self.config.linear
+        return None if linear is None else StateDims.of(linear, self.dtype)
+
+    @property
     def row_parts(self) -> tuple[tuple[int, int], ...]:
-        """(heads, width) of every part that a layer caches for one token."""
+        """(heads, width) of every part that each of ``row_layers`` caches for one token."""
         c = self.config
         if c.attention == "gqa":
             return ((c.num_key_value_heads, c.head_dim),) * 2
         return ((1, int(c.kv_lora_rank or 0) + int(c.qk_rope_head_dim or 0)),)
 
     def new_cache(self, batch: int, capacity: int) -> RowCache:
-        return RowCache(self.num_layers, batch, capacity, self.row_parts, self.dtype, self.device)
+        rows = RowCache(self.row_layers, batch, capacity, self.row_parts, self.dtype, self.device)
+        if self.state_dims is not None:
+            rows.states = BatchStates(self.state_dims, batch, self.device)
+        return rows
 
     def forward(self, ids: Tensor, span: Span, cache: Rows | None = None) -> TargetOutput:
         """ids [B, T] -> final states and taps; rows are written to ``cache`` when given."""
         x: Tensor = self.embed_tokens(ids)
-        rotation = self.rope.at(span.positions)
+        rotation = None if self.rope is None else self.rope.at(span.positions)
+        seen: Rows | HybridCache | None = cache
+        if (dims := self.state_dims) is not None:
+            seen = _with_states(dims, span, cache, len(ids), self.device)
         taps = []
         for i, layer in enumerate(self.layers):
-            x = layer(x, rotation, span, cache)
+            x = layer(x, rotation, span, seen)
             if i in self.layer_ids:
                 taps.append(x)
         stacked = torch.stack(taps, -2) if taps else x.new_zeros(*x.shape[:-1], 0, x.shape[-1])

@@ -78,6 +78,8 @@ def target_state(config: TargetConfig, source: Mapping[str, Tensor]) -> dict[str
         else:
             out.update(_experts(config, take, hf + "mlp.", ours + "mlp."))
         attention = _gqa if config.attention == "gqa" else _mla
+        if i in config.recurrent_layers:
+            attention = _kda
         for name, tensor in attention(config, take, hf + "self_attn.").items():
             out[ours + "self_attn." + name] = tensor
     ignorable = {"lm_head.weight"} if tied else set()
@@ -149,7 +151,7 @@ def _mla(config: TargetConfig, take: _Taken, at: str) -> dict[str, Tensor]:
         names += ["kv_a_proj_with_mqa.bias", "o_proj.bias"]
         names += ["q_a_proj.bias"] if config.q_lora_rank is not None else []
     out = {f"core.{name}": take(at + name) for name in names}
-    if not config.rope_interleave:
+    if config.rotary and not config.rope_interleave:
         rope, nope = int(config.qk_rope_head_dim or 0), int(config.qk_nope_head_dim or 0)
         heads = torch.unflatten(out["core." + query], 0, (-1, nope + rope))
         roped = _interleave(heads[:, nope:].flatten(0, 1), rope)
@@ -160,3 +162,22 @@ def _mla(config: TargetConfig, take: _Taken, at: str) -> dict[str, Tensor]:
             kv, rope_rows = out[key][:-rope], out[key][-rope:]
             out[key] = torch.cat([kv, _interleave(rope_rows, rope)])
     return out
+
+
+def _kda(config: TargetConfig, take: _Taken, at: str) -> dict[str, Tensor]:
+    """transformers' names of Kimi Linear; what reads the same input is joined."""
+
+    def joined(*names: str) -> Tensor:
+        return torch.cat([take(f"{at}{name}.weight") for name in names])
+
+    return {
+        "qkv_proj.weight": joined("q_proj", "k_proj", "v_proj"),
+        "conv": take(at + "conv1d.weight").squeeze(1),
+        "gates_proj.weight": joined("forget_gate.f_a_proj", "g_a_proj", "b_proj"),
+        "f_b_proj.weight": take(at + "forget_gate.f_b_proj.weight"),
+        "g_b_proj.weight": take(at + "g_b_proj.weight"),
+        "forget.rate": take(at + "forget_gate.A_log").flatten(),
+        "forget.offset": take(at + "forget_gate.dt_bias"),
+        "o_norm": take(at + "o_norm.weight"),
+        "o_proj.weight": take(at + "o_proj.weight"),
+    }
