@@ -6,7 +6,7 @@ token and picks one per request. *recompute* solves the block, and once acceptan
 the kept tokens again from the old state. All three give the same states; bytes are what they keep
 until acceptance is known, per request and layer.
 
-    python benchmarks/rollback.py [--heads 8] [--dim 64] [--tokens 8] [--requests 8]
+    python benchmarks/rollback.py
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dspark.cli.origin import origin_of
 from dspark.model.delta import l2_normalised, solve_block, state_after
 
 REPEATS = 30
@@ -70,32 +74,41 @@ def best(run: Callable[[], object]) -> float:
     return 1e3 * min(times)
 
 
-@torch.inference_mode()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name, value in (("heads", 8), ("dim", 64), ("tokens", 8), ("requests", 8)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    a = parser.parse_args()
-    torch.set_num_threads(1)
-    parts = made(a.requests, a.heads, a.tokens, a.dim)
-    counts = torch.arange(a.requests) % a.tokens + 1
+def measured(requests: int, heads: int, tokens: int, dim: int) -> dict[str, Any]:
+    parts = made(requests, heads, tokens, dim)
+    counts = torch.arange(requests) % tokens + 1
     wanted = corrections(parts, counts)
     ways = {
-        "corrections": (corrections, a.heads * a.tokens * 3 * a.dim * 4),
-        "snapshots": (snapshots, a.heads * a.tokens * a.dim**2 * 4),
-        "recompute": (recompute, a.heads * a.tokens * (4 * a.dim + 1) * 4),
+        "corrections": (corrections, heads * tokens * 3 * dim * 4),
+        "snapshots": (snapshots, heads * tokens * dim**2 * 4),
+        "recompute": (recompute, heads * tokens * (4 * dim + 1) * 4),
     }
-    plain = best(lambda: [solve_block(*parts), None][1])
-    found = {"plain forward of the block, nothing kept": {"ms": round(plain, 3)}}
+    found: dict[str, Any] = {"solve alone": {"ms": round(best(partial(solve_block, *parts)), 3)}}
     for name, (way, kept) in ways.items():
         gap = float((way(parts, counts) - wanted).abs().max() / wanted.abs().max())
         assert gap < 1e-5, (name, gap)
-        run = way
         found[name] = {
-            "ms": round(best(lambda run=run: run(parts, counts)), 3),
+            "ms": round(best(partial(way, parts, counts)), 3),
             "bytes_kept": kept,
         }
-    print(json.dumps({"sizes": vars(a), "ways": found}, indent=2))
+    sizes = {"requests": requests, "heads": heads, "tokens": tokens, "head_dim": dim}
+    return {"sizes": sizes, "ways": found}
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description="cost of taking tokens back from states")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/rollback.json"))
+    out = parser.parse_args().out
+    torch.set_num_threads(1)
+    result = {
+        "what": "one recurrent layer: verify a block, then keep some of its tokens; best of "
+        f"{REPEATS}, milliseconds, one thread",
+        **origin_of("python benchmarks/rollback.py").model_dump(),
+        "measured": [measured(8, 4, 8, 32), measured(8, 8, 8, 64), measured(2, 96, 8, 128)],
+    }
+    out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(result["measured"], indent=2))
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ from dspark.model.states import HybridCache, short_convolution
 class ForgetGate(nn.Module):
     """Log decays per channel; the two vectors stay float32 whatever the model is cast to."""
 
-    def __init__(self, heads: int, head_dim: int) -> None:
+    def __init__(self, heads: int, head_dim: int, lower_bound: float | None = None) -> None:
         super().__init__()
-        self.heads, self.head_dim = heads, head_dim
+        self.heads, self.head_dim, self.lower_bound = heads, head_dim, lower_bound
         self.rate = nn.Parameter(torch.zeros(heads))
         self.offset = nn.Parameter(torch.zeros(heads * head_dim))
 
@@ -41,7 +41,10 @@ class ForgetGate(nn.Module):
     def forward(self, raw: Tensor) -> Tensor:
         """raw [..., H * d] -> log decays [..., H, d] float32, at most 0."""
         open_ = (raw.float() + self.offset).unflatten(-1, (self.heads, self.head_dim))
-        return -self.rate.exp().unsqueeze(-1) * F.softplus(open_)
+        rate = self.rate.exp().unsqueeze(-1)
+        if self.lower_bound is not None:
+            return self.lower_bound * torch.sigmoid(rate * open_)
+        return -rate * F.softplus(open_)
 
 
 class DeltaAttention(nn.Module):
@@ -55,12 +58,13 @@ class DeltaAttention(nn.Module):
         hidden, width = config.hidden_size, linear.width
         self.qkv_proj = nn.Linear(hidden, 3 * width, bias=False)
         self.conv = nn.Parameter(torch.empty(3 * width, linear.kernel))
-        # Forget gate, output gate (both of low rank) and strength read the same input.
-        self.low_rank = linear.head_dim
-        self.gates_proj = nn.Linear(hidden, 2 * self.low_rank + linear.heads, bias=False)
-        self.f_b_proj = nn.Linear(self.low_rank, width, bias=False)
-        self.g_b_proj = nn.Linear(self.low_rank, width, bias=False)
-        self.forget = ForgetGate(linear.heads, linear.head_dim)
+        # Forget gate (of low rank), output gate (of low rank, or whole), strength read one input.
+        low, whole = linear.head_dim, linear.full_rank_gate
+        self.gate_sizes = [low, width if whole else low, linear.heads]
+        self.gates_proj = nn.Linear(hidden, sum(self.gate_sizes), bias=False)
+        self.f_b_proj = nn.Linear(low, width, bias=False)
+        self.g_b_proj = nn.Identity() if whole else nn.Linear(low, width, bias=False)
+        self.forget = ForgetGate(linear.heads, linear.head_dim, linear.lower_bound)
         self.o_norm = nn.Parameter(torch.ones(linear.head_dim))
         self.eps = config.rms_norm_eps
         self.o_proj = nn.Linear(width, hidden, bias=False)
@@ -74,9 +78,7 @@ class DeltaAttention(nn.Module):
         inputs = layout.behind(past, self.qkv_proj(x))
         mixed = short_convolution(inputs, self.conv.to(inputs.dtype)).float()
         query, key, value = mixed.unflatten(-1, (3, self.heads, self.head_dim)).unbind(-3)
-        forget, gate, strength = self.gates_proj(x).split(
-            [self.low_rank, self.low_rank, self.heads], -1
-        )
+        forget, gate, strength = self.gates_proj(x).split(self.gate_sizes, -1)
         decay = layout.quiet(layout.spread(self.forget(self.f_b_proj(forget))))
         strength = layout.quiet(layout.spread(strength.sigmoid().float()))
         out, start, updates = solve(
