@@ -20,7 +20,7 @@ from dspark.model.cache import Span
 from dspark.model.draft import DSparkDraft
 from dspark.model.target import DecoderTarget
 from model.hybrid_models import kimi_model
-from model.tiny_targets import decoder_of
+from model.tiny_targets import COVERED, decoder_of, transformers_model
 
 BLOCK, SIZE, VOCAB = 4, 4, 7  # few tokens: a draft is often right by chance
 TAPS = (0, 1, 3)
@@ -62,7 +62,24 @@ class HybridPair:
         target = decoder_of(model, TAPS)
         return HybridPair(target, Drafter(made_draft(target), target.head_weight(), pack=False))
 
-    def engine(self, *, draft: bool = True, pages: int | None = None, **options: Any) -> EngineCore:
+    @staticmethod
+    def latent() -> HybridPair:
+        """The same with a target that has no recurrent layers."""
+        fields = {**COVERED["mla"][1], "num_hidden_layers": 5, "first_k_dense_replace": 5}
+        target = decoder_of(transformers_model("deepseek_v3", **fields, vocab_size=VOCAB), TAPS)
+        with torch.no_grad():
+            for layer in target.layers:
+                layer.self_attn.core.o_proj.weight.mul_(0.12)
+        return HybridPair(target, Drafter(made_draft(target), target.head_weight(), pack=False))
+
+    def engine(
+        self,
+        *,
+        draft: bool = True,
+        pages: int | None = None,
+        identity: str = "pair",
+        **options: Any,
+    ) -> EngineCore:
         """``pages`` fixes the cache's size exactly."""
         drafter = self.drafter if draft else None
         options = {"page_size": SIZE, "max_requests": 4, "state_snapshots": 6, **options}
@@ -72,7 +89,7 @@ class HybridPair:
             needed = state_bytes(self.target, chosen) + (pages + 0.5) * per_page
             options["cache_gib"] = needed / 2**30
         return EngineCore(
-            self.target, drafter, frozenset(), options=EngineOptions(**options), identity="pair"
+            self.target, drafter, frozenset(), options=EngineOptions(**options), identity=identity
         )
 
 

@@ -39,10 +39,14 @@ def plain_text(prompt: list[int], limit: int) -> tuple[int, ...]:
 
 class HybridTraffic(RuleBasedStateMachine):
     names = Bundle("names")
+    offload = 0.0  # GiB
 
     def __init__(self) -> None:
         super().__init__()
-        self.core = PAIR.engine(pages=20, max_requests=3, state_snapshots=3, max_batch_tokens=18)
+        self.core = PAIR.engine(
+            pages=20, max_requests=3, state_snapshots=3, max_batch_tokens=18,
+            offload_host_gib=self.offload,
+        )  # fmt: skip
         self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
         self.texts: dict[bytes, list[int]] = {}
         self.checked: set[tuple[bytes, int]] = set()
@@ -122,11 +126,22 @@ TestHybridTraffic.settings = settings(
 )
 
 
+class OffloadedTraffic(HybridTraffic):
+    """The same with a host memory for a few dozen pages and states behind the cache."""
+
+    offload = 300e3 / 2**30
+
+
+TestOffloadedTraffic = OffloadedTraffic.TestCase
+TestOffloadedTraffic.settings = TestHybridTraffic.settings
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_much_more_traffic() -> None:
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("machine", [HybridTraffic, OffloadedTraffic])
+def test_much_more_traffic(machine: type[HybridTraffic]) -> None:
     run_state_machine_as_test(
-        HybridTraffic,
+        machine,
         settings=settings(
             max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=CHECKS
         ),

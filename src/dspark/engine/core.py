@@ -29,6 +29,7 @@ from dspark.engine.confidence import Mode
 from dspark.engine.drafter import Drafter
 from dspark.engine.grammar import GrammarCompiler, GrammarRows
 from dspark.engine.memory import page_count
+from dspark.engine.offload import made_offload
 from dspark.engine.pages import PagePool
 from dspark.engine.request import Request
 from dspark.engine.runner import Runner
@@ -100,6 +101,10 @@ class EngineCore:
         self.runner = Runner(
             target, drafter, self.pool, longest, self.admission, options.max_requests
         )
+        self.offload = made_offload(
+            options, self.runner.rows, self.pool, self.runner.first_draft_layer
+        )
+        self.runner.offload = self.pool.backing = self.offload
         if options.draft_tokens is not None:
             self.runner.draft_tokens = min(block, options.draft_tokens)
         self.totals = AcceptanceCounter(block) if block else None

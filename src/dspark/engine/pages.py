@@ -34,6 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dspark.engine.backing import Backing
 from dspark.engine.snapshots import Snapshot, Snapshots
 from dspark.errors import DecodingError
 
@@ -113,7 +114,8 @@ class PagePool:
         self.drafting, self.share = drafting, share
         self.snapshots = snapshots
         self.pages = [Page() for _ in range(count)]
-        self._root = hashlib.blake2b(identity.encode(), digest_size=16).digest()
+        self.backing: Backing | None = None
+        self.root = hashlib.blake2b(identity.encode(), digest_size=16).digest()
         # Insertion order matters in both: ids in `_free` come out oldest first, which keeps the
         # pages of a lone request in one run; `_idle` is the order of eviction.
         self._free: dict[int, None] = dict.fromkeys(range(count))
@@ -140,10 +142,13 @@ class PagePool:
                 key = self._key(table, tokens, index)
                 page = self._found.get(key)
                 if page is None:
+                    page = self._fetched(key, table.pages)
+                else:
+                    self._hold(page)
+                if page is None:
                     break
                 table.keys.append(key)
                 table.pages.append(page)
-                self._hold(page)
             if self.snapshots is not None:
                 self._cut(table, len(tokens), self.snapshots)
         table.rows = max(0, min(len(table.pages) * self.page_size, len(tokens) - 1))
@@ -151,11 +156,38 @@ class PagePool:
         table.cached = table.rows
         return table
 
+    def _fetched(self, key: bytes, before: list[int]) -> int | None:
+        """A page of its own for rows that lie outside the cache, if they do and there is room."""
+        if self.backing is None or not self.available:
+            return None
+        content = self.backing.fetch(key)
+        if content is None:
+            return None
+        page = self._take(after=before[-1] if before else None)
+        record = self.pages[page]
+        record.target_rows = self.page_size
+        record.draft_rows = self.page_size if self.drafting else 0
+        record.key, self._found[key] = key, page
+        self.backing.load(page, content)
+        return page
+
+    def _state(self, key: bytes, snapshots: Snapshots) -> int | None:
+        """The slot of the state behind ``key``, fetched from outside if need be."""
+        slot = snapshots.find(key)
+        if slot is not None or self.backing is None:
+            return slot
+        content = self.backing.fetch_state(key)
+        if content is None or (slot := snapshots.take()) is None:
+            return None
+        snapshots.bind(key, slot)
+        self.backing.load_state(slot, content)
+        return slot
+
     def _cut(self, table: BlockTable, tokens: int, snapshots: Snapshots) -> None:
         """Give back pages behind the last boundary that has a state and leaves a token to run."""
         usable = min(len(table.pages), (tokens - 1) // self.page_size)
         kept = usable
-        while kept and (slot := snapshots.find(table.keys[kept - 1])) is None:
+        while kept and (slot := self._state(table.keys[kept - 1], snapshots)) is None:
             kept -= 1
         for page in reversed(table.pages[kept:]):
             self._drop(page)
@@ -173,11 +205,12 @@ class PagePool:
             snapshots.release(snapshot.slot)
             return
         key = table.keys[index - 1]
-        snapshots.bind(key, snapshot.slot)
+        own = snapshots.bind(key, snapshot.slot)
         if snapshot.rolling:
             if table.rolling is not None and table.rolling != key:
                 snapshots.forget(table.rolling)
-            table.rolling = key
+            # One that others left stays when this request has moved on.
+            table.rolling = key if own else None
 
     def reserve(self, table: BlockTable, length: int) -> list[PageCopy] | None:
         """Make rows ``table.rows`` .. ``length - 1`` writable by this table alone.
@@ -249,13 +282,15 @@ class PagePool:
                 self._free[page] = None
         if self.snapshots is not None:
             self.snapshots.forget_all()
+        if self.backing is not None:
+            self.backing.forget_all()
 
     def _complete(self, page: Page) -> bool:
         drafted = page.draft_rows == self.page_size or not self.drafting
         return drafted and page.target_rows == self.page_size
 
     def _key(self, table: BlockTable, tokens: Sequence[int], index: int) -> bytes:
-        before = table.keys[index - 1] if index else self._root
+        before = table.keys[index - 1] if index else self.root
         own = array("q", tokens[index * self.page_size : (index + 1) * self.page_size])
         return hashlib.blake2b(before + own.tobytes(), digest_size=16).digest()
 
@@ -289,6 +324,9 @@ class PagePool:
             del self._free[page]
         else:
             page, _ = self._idle.popitem(last=False)
+            key = self.pages[page].key
+            if self.backing is not None and key is not None:
+                self.backing.evicted(page, key)
             self._forget(page)
         self.pages[page] = Page(holders=1)
         return page

@@ -28,6 +28,7 @@ from dspark.decoding.request import TokenKind
 from dspark.engine.admission import Admission
 from dspark.engine.drafter import Block, Drafter
 from dspark.engine.forward import FlatRunner, HybridRunner, Part, SingleRunner, TargetRunner
+from dspark.engine.offload import Offload
 from dspark.engine.pages import PagePool
 from dspark.engine.request import Request, StepResult, TokenLogprob
 from dspark.engine.sampler import RequestSampler
@@ -60,10 +61,11 @@ class Runner:
         if isinstance(target, DecoderTarget):
             parts = [(heads, width, target.dtype) for heads, width in target.row_parts]
             layers += [parts] * target.row_layers
-        self._first_draft_layer = len(layers)
+        self.first_draft_layer = len(layers)
         if drafter is not None:
             layers += [[(1, drafter.row_width, drafter.dtype)]] * drafter.layers
         self.rows = PagedRows(layers, pool.count, pool.page_size, target.device)
+        self.offload: Offload | None = None
         self._hybrid: HybridRunner | None = None
         self._run: TargetRunner
         if not isinstance(target, DecoderTarget):
@@ -82,6 +84,8 @@ class Runner:
         """Run a plan; one result per chunk and per decoding request."""
         for request in plan.preempted:
             self._run.drop(request)
+        if self.offload is not None:
+            self.offload.exchange()
         for source, to in plan.copies:
             self.rows.copy(source, to)
         if self._hybrid is not None:
@@ -112,7 +116,7 @@ class Runner:
         if kept is not None:
             taps, positions, slots = taps[kept], positions[kept], slots[kept]
         for layer, rows in enumerate(self.drafter.context_rows(taps, positions)):
-            self.rows.write(self._first_draft_layer + layer, slots, rows)
+            self.rows.write(self.first_draft_layer + layer, slots, rows)
 
     def commit(
         self, parts: Sequence[Part], counts: Sequence[int], *, keep: bool = True
@@ -213,7 +217,7 @@ class Runner:
         at = [r.length - 1 for r in blocks]
         tables = [r.table.pages for r in blocks]
         reads = Reads.of(tables, at, self.pool.page_size, self.rows.spare, device)
-        layers = range(self._first_draft_layer, self._first_draft_layer + self.drafter.layers)
+        layers = range(self.first_draft_layer, self.first_draft_layer + self.drafter.layers)
         context = [self.rows.read(layer, reads)[0].squeeze(1) for layer in layers]
         positions = torch.tensor(at, device=device)
         mask = None

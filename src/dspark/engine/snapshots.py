@@ -18,6 +18,7 @@ Where states are worth keeping:
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -31,13 +32,17 @@ class Snapshot(NamedTuple):
 
 
 class Snapshots:
-    """Slots ``first`` .. ``first + count - 1``."""
+    """Slots ``first`` .. ``first + count - 1``.
+
+    ``on_evict`` is told key and slot of a state that will be overwritten for want of slots.
+    """
 
     def __init__(self, first: int, count: int) -> None:
         self.count = count
         self._free = list(range(first + count - 1, first - 1, -1))
         self._by_key: OrderedDict[bytes, int] = OrderedDict()
         self._taken: set[int] = set()
+        self.on_evict: Callable[[bytes, int], None] | None = None
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -53,18 +58,24 @@ class Snapshots:
         """A slot to write to, which nobody finds until :meth:`bind`; None if all are taken."""
         if not self._free and not self._by_key:
             return None
-        slot = self._free.pop() if self._free else self._by_key.popitem(last=False)[1]
+        if self._free:
+            slot = self._free.pop()
+        else:
+            key, slot = self._by_key.popitem(last=False)
+            if self.on_evict is not None:
+                self.on_evict(key, slot)
         self._taken.add(slot)
         return slot
 
-    def bind(self, key: bytes, slot: int) -> None:
-        """``slot`` now holds the state of ``key``. A text that has one already keeps it."""
+    def bind(self, key: bytes, slot: int) -> bool:
+        """``slot`` now holds the state of ``key``. A text that has one already keeps it (False)."""
         self._taken.remove(slot)
         if key in self._by_key:
             self._by_key.move_to_end(key)
             self._free.append(slot)
-        else:
-            self._by_key[key] = slot
+            return False
+        self._by_key[key] = slot
+        return True
 
     def release(self, slot: int) -> None:
         """A slot that :meth:`take` gave and nobody will find."""
