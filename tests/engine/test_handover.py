@@ -52,7 +52,8 @@ def prefill_process(kind: str, transport: str = "tcp", slow: float = 0.0):
         process.wait()
 
 
-@pytest.fixture(scope="module", params=["latent", "hybrid"])
+# A process takes seconds to start: the hybrid pair, which moves rows and states, stands for both.
+@pytest.fixture(scope="module", params=[pytest.param("latent", marks=pytest.mark.slow), "hybrid"])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -127,6 +128,7 @@ def test_the_first_block_already_drafts_from_transferred_rows(pair, running) -> 
     assert any(step > 1 for steps in accepted[0] for step in steps), "nothing was accepted"
 
 
+@pytest.mark.slow
 def test_shared_memory_carries_the_same_pages(pair, kind) -> None:
     texts = prompts(2, seed=5)
     with (
@@ -187,6 +189,7 @@ def test_lost_damaged_and_foreign_pages_are_computed(pair, running) -> None:
     same(found, colocated(pair, texts))
 
 
+@pytest.mark.slow
 def test_pages_of_other_weights_are_never_used() -> None:
     pair = HybridPair.of()
     texts = prompts(2, seed=10)

@@ -59,7 +59,7 @@ def test_drafted_text_is_the_plain_text_in_batches(pair, plain) -> None:
     assert admitted / 10 < accepted < admitted * 0.9, "acceptance and rejection must both happen"
 
 
-@pytest.mark.parametrize("draft", [True, False])
+@pytest.mark.parametrize("draft", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_preempted_requests_end_as_if_they_had_never_been(pair, plain, draft: bool) -> None:
     tight = run(pair.engine(draft=draft, pages=26, prefix_cache=draft), prompts(10))
     assert sum(c.preemptions for c in tight) > 3
@@ -211,7 +211,7 @@ HYBRID = [case for case in all_cases() if case.hybrid]
 
 @pytest.mark.parametrize(
     "case",
-    [HYBRID[0], pytest.param(HYBRID[1], marks=pytest.mark.slow), HYBRID[2]],
+    [*(pytest.param(case, marks=pytest.mark.slow) for case in HYBRID[:2]), HYBRID[2]],
     ids=lambda c: f"{c.verification}-{c.draft}",
 )
 def test_the_emitted_distribution_is_the_hybrid_targets(case) -> None:

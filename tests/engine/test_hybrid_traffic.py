@@ -122,7 +122,7 @@ class HybridTraffic(RuleBasedStateMachine):
 CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large]
 TestHybridTraffic = HybridTraffic.TestCase
 TestHybridTraffic.settings = settings(
-    max_examples=15, stateful_step_count=20, deadline=None, suppress_health_check=CHECKS
+    max_examples=6, stateful_step_count=20, deadline=None, suppress_health_check=CHECKS
 )
 
 

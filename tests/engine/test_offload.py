@@ -36,8 +36,8 @@ def ask(core: EngineCore, text: list[int], **fields) -> tuple[int, Completion]:
     name = core.submit(text, SamplingParams(**{"max_new_tokens": 16, **fields}))
     while core.unfinished:
         core.step()
-        if core.runner._hybrid is not None:
-            settled_states(core)
+        if core.runner._hybrid is not None and not core.options.offload_fp8:
+            settled_states(core)  # rows that came back rounded change what follows
     out = core.collect(name)
     assert core.pool.available == core.pool.count
     return out.cached_tokens, out.completions[0]
@@ -113,7 +113,10 @@ def newer(data: bytes) -> bytes:
     return data[:8] + b"\x07\0" + data[10:]
 
 
-@pytest.mark.parametrize("change", [cut, flipped, foreign, newer, lambda _: b""])
+SLOWER = [pytest.param(f, marks=pytest.mark.slow) for f in (cut, foreign, newer, lambda _: b"")]
+
+
+@pytest.mark.parametrize("change", [flipped, *SLOWER])
 def test_pages_that_are_not_sound_are_refused_and_computed(
     pair, cold, tmp_path: Path, change
 ) -> None:
@@ -132,6 +135,7 @@ def test_pages_that_are_not_sound_are_refused_and_computed(
     assert len(list(tmp_path.glob("*.dspage"))) < len(files)
 
 
+@pytest.mark.slow
 def test_a_page_under_another_texts_name_is_refused(pair, cold, tmp_path: Path) -> None:
     fields = {"pages": PAGES, "state_snapshots": 2, "offload_disk_gib": 1.0,
               "offload_path": str(tmp_path)}  # fmt: skip
@@ -146,6 +150,7 @@ def test_a_page_under_another_texts_name_is_refused(pair, cold, tmp_path: Path) 
     same([(0, found)], cold[:1])
 
 
+@pytest.mark.slow
 def test_files_that_vanish_are_misses(pair, cold, tmp_path: Path) -> None:
     fields = {"pages": PAGES, "state_snapshots": 2, "offload_disk_gib": 1.0,
               "offload_path": str(tmp_path)}  # fmt: skip
@@ -156,6 +161,7 @@ def test_files_that_vanish_are_misses(pair, cold, tmp_path: Path) -> None:
     same(rounds(core), cold)
 
 
+@pytest.mark.slow
 def test_fp8_pages_are_smaller_and_still_hit(pair) -> None:
     core = pair.engine(pages=PAGES, state_snapshots=2, offload_host_gib=HOST, offload_fp8=True)
     whole = pair.engine(pages=PAGES, state_snapshots=2, offload_host_gib=HOST)
