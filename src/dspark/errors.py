@@ -88,6 +88,22 @@ class EngineProcessError(DSparkError):
     """Another engine's process that ended without doing what it was asked."""
 
 
+class PageError(DSparkError):
+    """A page of cached rows that must not be read; the rows are computed again instead."""
+
+
+class DamagedPageError(PageError):
+    """Truncated, or its bytes are not those that were written."""
+
+
+class ForeignPageError(PageError):
+    """No page of ours, another format version, or rows of another shape or number format."""
+
+
+class StalePageError(PageError):
+    """A sound page of other weights, or of another text."""
+
+
 class EndpointError(DSparkError):
     """A server that is not there, refuses a request, or does not tell the truth; names it.
 

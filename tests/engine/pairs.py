@@ -100,6 +100,6 @@ def check_rows_after_decoding(core: EngineCore, prompt: list[int], params: Sampl
         out = core.target.forward(torch.tensor([text]), Span.alone(1, len(text), device), None)
         fresh = drafter.context_rows(out.taps[0], torch.arange(len(text)))
         for layer, new in enumerate(fresh):
-            kept = rows.read(core.runner._first_draft_layer + layer, reads)[0][0, 0]
+            kept = rows.read(core.runner.first_draft_layer + layer, reads)[0][0, 0]
             assert kept.shape[-1] == drafter.draft.config.row_width
             torch.testing.assert_close(kept, new, rtol=1e-4, atol=1e-5)

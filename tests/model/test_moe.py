@@ -19,7 +19,7 @@ CONFIG = ExpertConfig(
 @pytest.fixture
 def experts() -> ExpertsMLP:
     torch.manual_seed(3)
-    made = ExpertsMLP(32, CONFIG)
+    made = ExpertsMLP(32, CONFIG, 1e-5)
     with torch.no_grad():
         made.gate.weight.normal_(0, 0.2)
         made.gate.correction.normal_(0, 0.3)

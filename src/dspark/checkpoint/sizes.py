@@ -30,7 +30,7 @@ class TargetSizes:
     ``active`` are the parameters one token goes through, fewer than all in a mixture of experts
     whose recipe says so. ``row_bytes`` is what one token takes in the caches of all layers.
     ``own_decoder``: our decoder runs it, which keeps a second, packed copy of its matrices on a
-    CPU.
+    CPU. ``state_bytes`` are a hybrid's recurrent states of one request.
     """
 
     shape: TargetShape
@@ -38,6 +38,7 @@ class TargetSizes:
     active: int
     row_bytes: int
     own_decoder: bool
+    state_bytes: int = 0
 
 
 def read_sizes(section: TargetSection, files: TargetFiles) -> TargetSizes:
@@ -94,7 +95,11 @@ def _own(shape: TargetShape, config: TargetConfig, width: int) -> TargetSizes:
     parameters = sum(p.numel() for p in model.parameters())
     if config.tie_word_embeddings:
         parameters -= shape.vocab_size * shape.hidden_size  # one matrix, which both share
-    return TargetSizes(shape, parameters, parameters, numbers * width, own_decoder=True)
+    dims = model.to(getattr(torch, {4: "float32", 2: "bfloat16"}[width])).state_dims
+    states = 0 if dims is None else dims.bytes
+    return TargetSizes(
+        shape, parameters, parameters, numbers * width, own_decoder=True, state_bytes=states
+    )
 
 
 def _told(shape: TargetShape, told: TargetShape, section: TargetSection) -> TargetSizes:

@@ -38,6 +38,11 @@ def serve(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Serve a draft and its target: OpenAI's API, metrics, a playground."""
+    if plan and checkpoint.suffix in {".yaml", ".yml"}:
+        from dspark.cli.scale_plan import scale_plan, show_scale
+
+        show_scale(scale_plan(checkpoint), as_json=as_json)
+        return
     if engine != "embedded":
         from dspark.cli.serve import plan_serving, serve_in_vllm, show
 

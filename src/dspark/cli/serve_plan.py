@@ -29,7 +29,8 @@ class Capacity:
     """What a server would take and hold; bytes and tokens.
 
     ``memory`` is all of it at its peak (weights as they are read included), ``cache`` what cached
-    rows may grow to, ``whole`` how many answers of the longest context fit at once.
+    rows may grow to, ``states`` the recurrent states of a hybrid target, ``whole`` how many answers
+    of the longest context fit at once.
     """
 
     context: int
@@ -43,6 +44,7 @@ class Capacity:
     whole: int
     answers: int
     memory: int
+    states: int = 0
 
 
 def capacity(
@@ -54,7 +56,8 @@ def capacity(
     width = WIDTH[dtype]
     context = target.shape.max_position_embeddings
     row = target.row_bytes + config.num_hidden_layers * config.row_width * width
-    fits = int(options.cache_gib * 2**30) // (row * options.page_size)
+    states = target.state_bytes * (options.max_requests + options.state_snapshots)
+    fits = (int(options.cache_gib * 2**30) - states) // (row * options.page_size)
     needed = math.ceil(context / options.page_size) * options.max_requests
     pages = max(1, min(fits, needed))
     tokens = pages * options.page_size
@@ -64,7 +67,7 @@ def capacity(
     cache = pages * options.page_size * row
     return Capacity(
         context, weights, draft, row, pages, options.page_size, cache, tokens, tokens // context,
-        options.max_requests, PROCESS + weights + draft + cache,
+        options.max_requests, PROCESS + weights + draft + cache + states, states,
     )  # fmt: skip
 
 
@@ -107,6 +110,7 @@ def rows(plan: Capacity) -> list[tuple[str, str]]:
         ("  target", f"{_size(plan.target)}, while its files are read"),
         ("  draft", _size(plan.draft)),
         ("  cached rows", f"{_size(plan.cache)}, taken as they are written"),
+        *([("  states", f"{_size(plan.states)}, of recurrent layers")] if plan.states else []),
         ("context", f"{plan.context:,} tokens"),
         ("cache", f"{plan.tokens:,} tokens in {plan.pages:,} pages of {plan.page_size}"),
         ("per token", f"{plan.per_token:,} bytes in all layers of target and draft"),

@@ -106,6 +106,7 @@ class Proofs:
                     "setting": r.case.setting,
                     "truncate_draft": r.case.truncate,
                     "scheduler": r.case.scheduler,
+                    "hybrid": r.case.hybrid,
                     "samples": r.samples,
                     "cells": r.cells,
                     "chi_square": r.statistic,
@@ -181,7 +182,7 @@ def _sampled(samples: int, screen: Screen) -> list[selftest.CaseResult]:
 def _one_case(case: selftest.Case, samples: int) -> selftest.CaseResult:
     """In a process of its own, on one thread: the model is tiny."""
     torch.set_num_threads(1)
-    return selftest.run_case(selftest.tiny_pair(), case, samples)
+    return selftest.run_case(selftest.tiny_pair(hybrid=case.hybrid), case, samples)
 
 
 def _enumerated() -> Iterator[tuple[Any, Width]]:

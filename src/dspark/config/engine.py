@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from dspark.config.architecture import Frozen
 
@@ -20,6 +20,14 @@ class EngineOptions(Frozen):
             more than ``max_requests`` whole contexts.
         page_size: rows per page.
         prefix_cache: reuse rows of texts that begin alike.
+        state_snapshots: of hybrid targets only: how many recurrent states are kept for texts that
+            begin alike. Their memory, and that of ``max_requests`` running ones, is part of
+            ``cache_gib``.
+        offload_host_gib: host memory for pages that leave the cache, in GiB; 0 keeps none there.
+        offload_disk_gib: the same on disk, below ``offload_path``, for what leaves host memory.
+        offload_path: a folder of this engine's own; it may be used again by the next one.
+        offload_fp8: store them as fp8: half the bytes of bfloat16, but rows come back rounded, so a
+            hit is no longer bit-equal to a cold start.
         verification: ``block`` or ``standard`` at a positive temperature; at temperature 0 every
             request is verified greedily. ``greedy`` refuses positive temperatures.
         draft_sample_method: ``probabilistic``, or ``greedy`` for argmax drafts.
@@ -41,6 +49,11 @@ class EngineOptions(Frozen):
     cache_gib: float = Field(default=1.0, gt=0)
     page_size: PositiveInt = 16
     prefix_cache: bool = True
+    state_snapshots: PositiveInt = 16
+    offload_host_gib: float = Field(default=0.0, ge=0)
+    offload_disk_gib: float = Field(default=0.0, ge=0)
+    offload_path: str | None = None
+    offload_fp8: bool = False
     verification: Literal["greedy", "standard", "block"] = "block"
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     draft_tokens: PositiveInt | None = None
@@ -48,3 +61,9 @@ class EngineOptions(Frozen):
     scheduler: Literal["fixed", "threshold", "sync", "async"] = "fixed"
     confidence_threshold: float = Field(default=0.3, ge=0, le=1)
     min_gain: float = Field(default=0.04, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _has_a_folder(self) -> EngineOptions:
+        if (self.offload_disk_gib > 0) != (self.offload_path is not None):
+            raise ValueError("offload_disk_gib and offload_path go together")
+        return self

@@ -22,6 +22,7 @@ from dspark.config.architecture import (
 )
 from dspark.config.layers import check_layer_order
 from dspark.config.prompts import PackageSource, PromptsSection, TokenizerSection
+from dspark.config.serving import ServingSection
 from dspark.config.stream import ClusterSection, StreamSection
 from dspark.config.target import TargetShape
 
@@ -232,6 +233,7 @@ class Recipe(Frozen):
     draft: DraftSection
     train: TrainSection = TrainSection()
     cluster: ClusterSection | None = None
+    serving: ServingSection | None = None
     bench: BenchSection = BenchSection()
 
     @model_validator(mode="after")

@@ -4,10 +4,10 @@
 (``target.sizes``), which lets plan, init and inspect work where the target's files are not; the
 real target is checked against it when it is loaded (:func:`check_shape`).
 
-``TargetConfig.from_hf`` covers the Llama / Qwen2 / Qwen3 / SmolLM family (GQA) and the kind of
-DeepSeek-V3 and Kimi-K2 (MLA; dense and mixture-of-experts layers). Anything else is a
-``ValueError`` naming the reason; such targets run through the transformers adapter instead
-(``dspark.model.hf_target``).
+``TargetConfig.from_hf`` covers the Llama / Qwen2 / Qwen3 / SmolLM family (GQA), the kind of
+DeepSeek-V3 and Kimi-K2 (MLA; dense and mixture-of-experts layers), Kimi Linear (KDA and MLA
+without rotary embedding) and the text model of Kimi-K3. Anything else is a ``ValueError`` naming
+the reason; such targets run through the transformers adapter (``dspark.model.hf_target``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, PrivateAttr, model_validator
 
 from dspark.config.architecture import Frozen, RopeParameters
+from dspark.config.hybrid import (
+    LinearConfig,
+    SituConfig,
+    dense_layers,
+    k3_fields,
+    linear_layers,
+    usual_names,
+)
 from dspark.errors import ConfigError
 
 UNBOUNDED = 1 << 30  # positions of a target whose config names no limit
@@ -60,6 +68,7 @@ class TargetShape(Frozen):
         Where a family has no such number the usual one stands in: four times the hidden size for
         the MLP, as many key/value heads as heads, hidden size over heads for a head.
         """
+        raw = usual_names(raw)
         hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
         # A latent target's own head_dim is that of its rotated part alone.
         head_dim = None if raw.get("kv_lora_rank") else raw.get("head_dim")
@@ -108,7 +117,11 @@ def check_shape(written: TargetShape | None, real: TargetShape) -> None:
 
 
 class ExpertConfig(Frozen):
-    """A mixture of experts, named as in DeepSeek-V3's config.json."""
+    """A mixture of experts, named as in DeepSeek-V3's config.json.
+
+    With ``routed_expert_hidden_size`` (K3) routed experts work in that smaller width, and their sum
+    is normalised (``latent_moe_use_norm``) before it comes back.
+    """
 
     first_k_dense_replace: NonNegativeInt
     n_routed_experts: PositiveInt
@@ -119,6 +132,8 @@ class ExpertConfig(Frozen):
     topk_group: PositiveInt
     norm_topk_prob: bool
     routed_scaling_factor: float
+    routed_expert_hidden_size: PositiveInt | None = None
+    latent_moe_use_norm: bool = False
 
     @model_validator(mode="after")
     def _reachable(self) -> ExpertConfig:
@@ -138,7 +153,9 @@ class ExpertConfig(Frozen):
 
 class TargetConfig(Frozen):
     """Sizes of a decoder-only target. MLA fields are ``None`` for GQA targets, ``experts`` for
-    dense ones."""
+    dense ones, ``linear`` without recurrent layers. ``rotary`` off is attention without positions
+    (NoPE). The last three are K3's: a sigmoid gate on latent attention's output, the layers of a
+    block of attention residuals (``dspark.model.residuals``), and its activation."""
 
     attention: Literal["gqa", "mla"]
     hidden_size: PositiveInt
@@ -161,6 +178,16 @@ class TargetConfig(Frozen):
     qk_rope_head_dim: PositiveInt | None = None
     v_head_dim: PositiveInt | None = None
     experts: ExpertConfig | None = None
+    rotary: bool = True
+    linear: LinearConfig | None = None
+    output_gate: bool = False
+    residual_block: PositiveInt | None = None
+    situ: SituConfig | None = None
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Ids of the layers that keep a state instead of rows."""
+        return self.linear.layers if self.linear else ()
 
     def experts_of(self, layer: int) -> ExpertConfig | None:
         """The mixture of experts of ``layer``; None where it is dense."""
@@ -176,7 +203,9 @@ class TargetConfig(Frozen):
             ValueError: the family or a feature is not covered by our decoder; says which.
         """
         family = str(raw.get("model_type"))
-        if family not in {"llama", "qwen2", "qwen3", "deepseek_v3"}:
+        raw = usual_names(raw)
+        kimi = family in {"kimi_linear", "kimi_k3"}
+        if not kimi and family not in {"llama", "qwen2", "qwen3", "deepseek_v3"}:
             raise ValueError(f"model_type {family!r} has no decoder of our own")
         _refuse_uncovered(raw)
         heads = int(raw["num_attention_heads"])
@@ -189,11 +218,11 @@ class TargetConfig(Frozen):
             "vocab_size": raw["vocab_size"],
             "rms_norm_eps": float(raw["rms_norm_eps"]),
             "max_position_embeddings": raw["max_position_embeddings"],
-            "rope_parameters": RopeParameters.from_hf(raw),
+            "rope_parameters": (RopeParameters() if kimi else RopeParameters.from_hf(raw)),
             "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
             "attention_bias": family == "qwen2" or bool(raw.get("attention_bias", False)),
         }
-        if family == "deepseek_v3":
+        if kimi or family == "deepseek_v3":
             keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
             mla = {key: raw[key] for key in (*keys, "v_head_dim")}
             return cls(
@@ -202,6 +231,9 @@ class TargetConfig(Frozen):
                 head_dim=mla["qk_nope_head_dim"] + mla["qk_rope_head_dim"],
                 rope_interleave=bool(raw.get("rope_interleave", True)),
                 experts=_experts(raw),
+                rotary=not kimi,
+                linear=linear_layers(raw) if kimi else None,
+                **(k3_fields(raw) if family == "kimi_k3" else {}),
                 **mla,
                 **common,
             )
@@ -215,7 +247,10 @@ class TargetConfig(Frozen):
 
 
 def _experts(raw: dict[str, Any]) -> ExpertConfig | None:
-    dense = int(raw.get("first_k_dense_replace") or 0)
+    if raw["model_type"] in {"kimi_linear", "kimi_k3"}:
+        dense = dense_layers(raw)
+    else:
+        dense = int(raw.get("first_k_dense_replace") or 0)
     if dense >= raw["num_hidden_layers"]:
         return None
     if raw.get("moe_layer_freq", 1) != 1:
@@ -223,20 +258,27 @@ def _experts(raw: dict[str, Any]) -> ExpertConfig | None:
     for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if raw.get(key, only) != only:
             raise ValueError(f"{key} {raw[key]!r} is not covered")
-    names = set(ExpertConfig.model_fields) - {"first_k_dense_replace"}
+    latent = {"routed_expert_hidden_size", "latent_moe_use_norm"}
+    names = set(ExpertConfig.model_fields) - {"first_k_dense_replace"} - latent
     found = {name: raw[name] for name in names}
+    if raw["model_type"] == "kimi_k3":
+        found |= {name: raw[name] for name in latent & set(raw)}
     return ExpertConfig(first_k_dense_replace=dense, **found)
 
 
 def _refuse_uncovered(raw: dict[str, Any]) -> None:
     """Features that would give silently wrong logits in our decoder."""
-    if raw.get("hidden_act", "silu") not in {"silu", "swish"}:
+    k3 = raw["model_type"] == "kimi_k3"
+    if raw.get("hidden_act", "silu") not in {"silu", "swish", *(["situ"] if k3 else [])}:
         raise ValueError(f"hidden_act {raw['hidden_act']!r} is not covered")
     if raw.get("mlp_bias"):
         raise ValueError("mlp_bias is not covered")
     if raw.get("attention_bias") and raw["model_type"] in {"llama", "qwen3"}:
         raise ValueError("attention_bias is not covered: it also biases the output projection")
-    others = set(raw.get("layer_types") or ()) - {"full_attention"}
+    covered = {"full_attention"}
+    if raw["model_type"] in {"kimi_linear", "kimi_k3"}:
+        covered = covered | {"linear_attention"}
+    others = set(raw.get("layer_types") or ()) - covered
     if raw.get("use_sliding_window") or others:
         raise ValueError(f"sliding windows or other layer types are not covered {sorted(others)}")
     if raw.get("quantization_config"):

@@ -29,14 +29,16 @@ from dspark.engine.confidence import Mode
 from dspark.engine.drafter import Drafter
 from dspark.engine.grammar import GrammarCompiler, GrammarRows
 from dspark.engine.memory import page_count
+from dspark.engine.offload import made_offload
 from dspark.engine.pages import PagePool
 from dspark.engine.request import Request
 from dspark.engine.runner import Runner
 from dspark.engine.sampler import RequestSampler
 from dspark.engine.scheduler import Scheduler
+from dspark.engine.snapshots import Snapshots
 from dspark.engine.text import TextStream
 from dspark.errors import DecodingError
-from dspark.model.target import Target
+from dspark.model.target import DecoderTarget, Target
 
 
 class EngineCore:
@@ -74,13 +76,18 @@ class EngineCore:
         self._grammars: GrammarCompiler | None = None
         self.options = options = options or EngineOptions()
         block = drafter.block_size if drafter else 0
+        own = target if isinstance(target, DecoderTarget) else None
+        snapshots = None
+        if own is not None and own.state_dims is not None and options.prefix_cache:
+            snapshots = Snapshots(options.max_requests, options.state_snapshots)
         self.pool = PagePool(
             page_count(target, drafter, options),
             options.page_size,
             identity=identity,
             drafting=drafter is not None,
             # Rows outside pages (the transformers adapter) cannot be shared.
-            share=options.prefix_cache and target.supports_ragged,
+            share=options.prefix_cache and own is not None,
+            snapshots=snapshots,
         )
         self.scheduler = Scheduler(
             self.pool,
@@ -91,7 +98,13 @@ class EngineCore:
         )
         self.admission = Admission(block, options, costs, calibrations or {})
         longest = self.scheduler.max_length + block + 1
-        self.runner = Runner(target, drafter, self.pool, longest, self.admission)
+        self.runner = Runner(
+            target, drafter, self.pool, longest, self.admission, options.max_requests
+        )
+        self.offload = made_offload(
+            options, self.runner.rows, self.pool, self.runner.first_draft_layer
+        )
+        self.runner.offload = self.pool.backing = self.offload
         if options.draft_tokens is not None:
             self.runner.draft_tokens = min(block, options.draft_tokens)
         self.totals = AcceptanceCounter(block) if block else None
@@ -148,6 +161,8 @@ class EngineCore:
                 self.totals.add(answer.count)
             # Rows behind a trimmed end belong to no token that is kept.
             self.scheduler.advance(result.request, min(result.rows, result.request.length))
+            if result.snapshot is not None:
+                self.pool.keep_state(result.request.table, result.snapshot)
             if answer.finish_reason is not None:
                 self._retire(answer)
             if result.tokens:

@@ -51,10 +51,12 @@ def measure_costs(core: EngineCore, seconds: float = 4.0) -> CostTable:
     most = core.options.max_requests
     requests = [_request(core, number) for number in range(most)]
     try:
-        # Pages are shared by all; a cache of its own is not.
+        # Pages are shared by all; a cache or a state of its own is not.
         filled = requests[:1] if core.target.supports_ragged else requests
-        _, taps, span = core.runner.forward([Part(r, r.prompt, 0) for r in filled])
+        parts = [Part(r, r.prompt, 0) for r in filled]
+        _, taps, span = core.runner.forward(parts)
         core.runner.write_context(taps, span, None)
+        core.runner.commit(parts, [len(r.prompt) for r in filled], keep=False)
         deadline = time.perf_counter() + seconds
         verify = _curve(
             sizes(min(most * block, core.options.max_batch_tokens), block),

@@ -15,6 +15,10 @@ error (field report: 3.41 fell to 1.02). It is found by a hash chained over all 
 start, beginning with the identity of target and draft. Pages nobody holds stay findable until their
 memory is needed; the least recently used one goes first, the end of a text before its beginning.
 
+*Hybrid targets.* Rows of full pages are not enough where a recurrent state is needed too: a hit
+ends at the last page boundary that has one (``dspark.engine.snapshots``), and never covers a whole
+prompt.
+
 *Copy on write.* A hit may cover a whole prompt, whose last token must be run again to be answered.
 Its row lies in a shared page: the request gets a copy of the page before it writes.
 
@@ -30,6 +34,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dspark.engine.backing import Backing
+from dspark.engine.snapshots import Snapshot, Snapshots
 from dspark.errors import DecodingError
 
 PAGE_SIZE = 16
@@ -59,6 +65,10 @@ class BlockTable:
 
     ``keys`` are the chained hashes of its full pages as far as they were needed; ``cached`` of the
     rows came from the prefix cache.
+
+    Of hybrid targets only: ``origin`` is the slot of the state its cached rows end in; up to
+    ``branch`` its rows were cached too, but without a state (0: nothing of the kind); ``rolling``
+    is the key of the state that moves along with what it generates.
     """
 
     pages: list[int] = field(default_factory=list)
@@ -66,6 +76,9 @@ class BlockTable:
     draft_rows: int = 0
     keys: list[bytes] = field(default_factory=list)
     cached: int = 0
+    origin: int | None = None
+    branch: int = 0
+    rolling: bytes | None = None
 
 
 class PagePool:
@@ -77,6 +90,7 @@ class PagePool:
         identity: names target and draft; pages of other identities are never found.
         drafting: whether a page needs draft rows to be shared.
         share: False turns the prefix cache off.
+        snapshots: of a hybrid target's states; None for other targets.
     """
 
     def __init__(
@@ -87,6 +101,7 @@ class PagePool:
         identity: str = "",
         drafting: bool = True,
         share: bool = True,
+        snapshots: Snapshots | None = None,
     ) -> None:
         if count < 1 or page_size < 1:
             raise DecodingError(
@@ -97,8 +112,10 @@ class PagePool:
             )
         self.count, self.page_size = count, page_size
         self.drafting, self.share = drafting, share
+        self.snapshots = snapshots
         self.pages = [Page() for _ in range(count)]
-        self._root = hashlib.blake2b(identity.encode(), digest_size=16).digest()
+        self.backing: Backing | None = None
+        self.root = hashlib.blake2b(identity.encode(), digest_size=16).digest()
         # Insertion order matters in both: ids in `_free` come out oldest first, which keeps the
         # pages of a lone request in one run; `_idle` is the order of eviction.
         self._free: dict[int, None] = dict.fromkeys(range(count))
@@ -125,14 +142,75 @@ class PagePool:
                 key = self._key(table, tokens, index)
                 page = self._found.get(key)
                 if page is None:
+                    page = self._fetched(key, table.pages)
+                else:
+                    self._hold(page)
+                if page is None:
                     break
                 table.keys.append(key)
                 table.pages.append(page)
-                self._hold(page)
+            if self.snapshots is not None:
+                self._cut(table, len(tokens), self.snapshots)
         table.rows = max(0, min(len(table.pages) * self.page_size, len(tokens) - 1))
         table.draft_rows = table.rows if self.drafting else 0
         table.cached = table.rows
         return table
+
+    def _fetched(self, key: bytes, before: list[int]) -> int | None:
+        """A page of its own for rows that lie outside the cache, if they do and there is room."""
+        if self.backing is None or not self.available:
+            return None
+        content = self.backing.fetch(key)
+        if content is None:
+            return None
+        page = self._take(after=before[-1] if before else None)
+        record = self.pages[page]
+        record.target_rows = self.page_size
+        record.draft_rows = self.page_size if self.drafting else 0
+        record.key, self._found[key] = key, page
+        self.backing.load(page, content)
+        return page
+
+    def _state(self, key: bytes, snapshots: Snapshots) -> int | None:
+        """The slot of the state behind ``key``, fetched from outside if need be."""
+        slot = snapshots.find(key)
+        if slot is not None or self.backing is None:
+            return slot
+        content = self.backing.fetch_state(key)
+        if content is None or (slot := snapshots.take()) is None:
+            return None
+        snapshots.bind(key, slot)
+        self.backing.load_state(slot, content)
+        return slot
+
+    def _cut(self, table: BlockTable, tokens: int, snapshots: Snapshots) -> None:
+        """Give back pages behind the last boundary that has a state and leaves a token to run."""
+        usable = min(len(table.pages), (tokens - 1) // self.page_size)
+        kept = usable
+        while kept and (slot := self._state(table.keys[kept - 1], snapshots)) is None:
+            kept -= 1
+        for page in reversed(table.pages[kept:]):
+            self._drop(page)
+        del table.pages[kept:], table.keys[kept:]
+        if kept:
+            table.origin = slot
+        if usable > kept:
+            table.branch = usable * self.page_size
+
+    def keep_state(self, table: BlockTable, snapshot: Snapshot) -> None:
+        """Make a snapshot findable whose rows were committed, or give its slot back."""
+        snapshots, index = self.snapshots, snapshot.rows // self.page_size
+        assert snapshots is not None
+        if not 0 < index <= len(table.keys):
+            snapshots.release(snapshot.slot)
+            return
+        key = table.keys[index - 1]
+        own = snapshots.bind(key, snapshot.slot)
+        if snapshot.rolling:
+            if table.rolling is not None and table.rolling != key:
+                snapshots.forget(table.rolling)
+            # One that others left stays when this request has moved on.
+            table.rolling = key if own else None
 
     def reserve(self, table: BlockTable, length: int) -> list[PageCopy] | None:
         """Make rows ``table.rows`` .. ``length - 1`` writable by this table alone.
@@ -202,13 +280,17 @@ class PagePool:
             if self.pages[page].holders == 0:
                 self._idle.pop(page, None)
                 self._free[page] = None
+        if self.snapshots is not None:
+            self.snapshots.forget_all()
+        if self.backing is not None:
+            self.backing.forget_all()
 
     def _complete(self, page: Page) -> bool:
         drafted = page.draft_rows == self.page_size or not self.drafting
         return drafted and page.target_rows == self.page_size
 
     def _key(self, table: BlockTable, tokens: Sequence[int], index: int) -> bytes:
-        before = table.keys[index - 1] if index else self._root
+        before = table.keys[index - 1] if index else self.root
         own = array("q", tokens[index * self.page_size : (index + 1) * self.page_size])
         return hashlib.blake2b(before + own.tobytes(), digest_size=16).digest()
 
@@ -242,6 +324,9 @@ class PagePool:
             del self._free[page]
         else:
             page, _ = self._idle.popitem(last=False)
+            key = self.pages[page].key
+            if self.backing is not None and key is not None:
+                self.backing.evicted(page, key)
             self._forget(page)
         self.pages[page] = Page(holders=1)
         return page

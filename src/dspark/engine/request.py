@@ -14,6 +14,7 @@ from typing import Literal
 from dspark.decoding.acceptance import StepCount
 from dspark.decoding.request import TokenKind
 from dspark.engine.pages import BlockTable
+from dspark.engine.snapshots import Snapshot
 
 Status = Literal["waiting", "prefilling", "decoding", "finished"]
 
@@ -77,7 +78,8 @@ class StepResult:
 
     ``tokens`` were emitted (and are not in the request's output yet), ``kinds`` and ``logprobs``
     go with them; ``rows`` leading rows are sound now; ``count`` is None when nothing was drafted;
-    ``rejected`` are the drafted tokens that verification refused, in their order.
+    ``rejected`` are the drafted tokens that verification refused, in their order; ``snapshot`` is
+    the state of a hybrid target behind some of the rows.
     """
 
     request: Request
@@ -87,3 +89,4 @@ class StepResult:
     count: StepCount | None
     logprobs: list[TokenLogprob]
     rejected: tuple[int, ...] = ()
+    snapshot: Snapshot | None = None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import repeat
 
 import torch
@@ -26,18 +27,22 @@ from dspark.decoding.estimator import Signals
 from dspark.decoding.request import TokenKind
 from dspark.engine.admission import Admission
 from dspark.engine.drafter import Block, Drafter
-from dspark.engine.forward import FlatRunner, Part, SingleRunner, TargetRunner
+from dspark.engine.forward import FlatRunner, HybridRunner, Part, SingleRunner, TargetRunner
+from dspark.engine.offload import Offload
 from dspark.engine.pages import PagePool
 from dspark.engine.request import Request, StepResult, TokenLogprob
 from dspark.engine.sampler import RequestSampler
 from dspark.engine.scheduler import Chunk, Plan
 from dspark.engine.settle import Claim, Settled, settle
+from dspark.engine.snapshots import Snapshot
 from dspark.model.paged import PagedRows, PagedSpan, Reads, Segment
+from dspark.model.states import SlotStates
 from dspark.model.target import DecoderTarget, Target
 
 
 class Runner:
-    """Executes plans. ``samplers`` holds one entry per request in work."""
+    """Executes plans. ``samplers`` holds one entry per request in work; ``requests`` is how many
+    may hold pages at once."""
 
     def __init__(
         self,
@@ -46,31 +51,47 @@ class Runner:
         pool: PagePool,
         max_length: int,
         admission: Admission,
+        requests: int,
     ) -> None:
         self.target, self.drafter, self.pool = target, drafter, pool
         self.admission = admission
         self.samplers: dict[Request, RequestSampler] = {}
         self.draft_tokens = drafter.block_size if drafter else 0
         layers: list[list[tuple[int, int, torch.dtype]]] = []
-        flat = isinstance(target, DecoderTarget)
         if isinstance(target, DecoderTarget):
             parts = [(heads, width, target.dtype) for heads, width in target.row_parts]
-            layers += [parts] * target.num_layers
-        self._first_draft_layer = len(layers)
+            layers += [parts] * target.row_layers
+        self.first_draft_layer = len(layers)
         if drafter is not None:
             layers += [[(1, drafter.row_width, drafter.dtype)]] * drafter.layers
         self.rows = PagedRows(layers, pool.count, pool.page_size, target.device)
-        self._run: TargetRunner = (
-            FlatRunner(target, self.rows) if flat else SingleRunner(target, max_length)
-        )
+        self.offload: Offload | None = None
+        self._hybrid: HybridRunner | None = None
+        self._run: TargetRunner
+        if not isinstance(target, DecoderTarget):
+            self._run = SingleRunner(target, max_length)
+        elif target.state_dims is None:
+            self._run = FlatRunner(target, self.rows)
+        else:
+            kept = 0 if pool.snapshots is None else pool.snapshots.count
+            states = SlotStates(target.state_dims, requests + kept, target.device)
+            self._run = self._hybrid = HybridRunner(
+                target, self.rows, states, requests, pool.page_size, pool.snapshots
+            )
 
     @torch.inference_mode()
     def step(self, plan: Plan) -> list[StepResult]:
         """Run a plan; one result per chunk and per decoding request."""
         for request in plan.preempted:
             self._run.drop(request)
+        if self.offload is not None:
+            self.offload.exchange()
         for source, to in plan.copies:
             self.rows.copy(source, to)
+        if self._hybrid is not None:
+            self._hybrid.begin()
+            for request, slot in plan.restored:
+                self._hybrid.restore(request, slot, request.table.rows)
         results = self._prefill(plan.prefill) if plan.prefill else []
         return results + (self._decode(plan.decode) if plan.decode else [])
 
@@ -95,7 +116,19 @@ class Runner:
         if kept is not None:
             taps, positions, slots = taps[kept], positions[kept], slots[kept]
         for layer, rows in enumerate(self.drafter.context_rows(taps, positions)):
-            self.rows.write(self._first_draft_layer + layer, slots, rows)
+            self.rows.write(self.first_draft_layer + layer, slots, rows)
+
+    def commit(
+        self, parts: Sequence[Part], counts: Sequence[int], *, keep: bool = True
+    ) -> list[Snapshot | None]:
+        """The first ``counts[i]`` tokens of each part stay: into the states of a hybrid target.
+
+        ``keep`` off keeps no states for texts that begin alike.
+        """
+        if self._hybrid is None:
+            return []
+        with torch.inference_mode():
+            return self._hybrid.commit(parts, counts, keep=keep)
 
     def _prefill(self, chunks: Sequence[Chunk]) -> list[StepResult]:
         parts = [
@@ -103,6 +136,7 @@ class Runner:
         ]
         final, taps, span = self.forward(parts)
         self.write_context(taps, span, None)
+        kept = self.commit(parts, [c.count for c in chunks])
         ends = torch.tensor([c.count for c in chunks]).cumsum(0) - 1
         starting = [i for i, c in enumerate(chunks) if c.completes and not c.request.output]
         logits = self.target.logits(final[ends[starting].to(final.device)])
@@ -119,7 +153,7 @@ class Runner:
                 results.append(_result(chunk.request, claim, settled[index], rows, counts=False))
             else:
                 results.append(StepResult(chunk.request, rows, [], [], None, []))
-        return results
+        return _with_snapshots(results, kept) if kept else results
 
     def _decode(self, requests: Sequence[Request]) -> list[StepResult]:
         started = time.perf_counter()
@@ -151,6 +185,9 @@ class Runner:
             )
             offset += len(part.tokens)
         self.write_context(taps, span, torch.tensor(kept, device=taps.device))
+        if self._hybrid is not None:
+            counts = [len(result.tokens) for result in results]
+            results = _with_snapshots(results, self.commit(parts, counts))
         ended = time.perf_counter()
         accepted = {r.request: len(r.tokens) - 1 for r in results}
         self.admission.learn(accepted, len(blocks), drafted - started, offset, ended - drafted)
@@ -180,7 +217,7 @@ class Runner:
         at = [r.length - 1 for r in blocks]
         tables = [r.table.pages for r in blocks]
         reads = Reads.of(tables, at, self.pool.page_size, self.rows.spare, device)
-        layers = range(self._first_draft_layer, self._first_draft_layer + self.drafter.layers)
+        layers = range(self.first_draft_layer, self.first_draft_layer + self.drafter.layers)
         context = [self.rows.read(layer, reads)[0].squeeze(1) for layer in layers]
         positions = torch.tensor(at, device=device)
         mask = None
@@ -194,6 +231,15 @@ class Runner:
         gauge = None if wanted is None else self.drafter.gauge(whole=wanted)
         self.drafter.draw(states, list(blocks.values()), gauge)
         return blocks, None if gauge is None else gauge.signals(size)
+
+
+def _with_snapshots(
+    results: list[StepResult], snapshots: Sequence[Snapshot | None]
+) -> list[StepResult]:
+    return [
+        result if snapshot is None else replace(result, snapshot=snapshot)
+        for result, snapshot in zip(results, snapshots, strict=True)
+    ]
 
 
 def _result(

@@ -41,12 +41,14 @@ class Plan:
     """One step: make ``copies``, then run ``prefill`` chunks and one block per ``decode``.
 
     ``preempted`` lost their rows in this step; whoever keeps rows elsewhere must drop them too.
+    ``restored`` begin behind cached rows whose state lies in the named slot (hybrid targets).
     """
 
     copies: list[PageCopy] = field(default_factory=list)
     prefill: list[Chunk] = field(default_factory=list)
     decode: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    restored: list[tuple[Request, int]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -183,6 +185,8 @@ class Scheduler:
             self.pool.close(table)
             return False
         plan.copies += copies
+        if table.origin is not None:
+            plan.restored.append((request, table.origin))
         request.table = table
         if request.cached_rows is None:
             request.cached_rows = table.rows
@@ -199,9 +203,12 @@ class Scheduler:
         self.running.insert(place, request)
 
     def _chunk(self, request: Request, budget: int, plan: Plan) -> int:
-        count = min(request.wanted_rows - request.table.rows, budget)
+        rows, branch = request.table.rows, request.table.branch
+        count = min(request.wanted_rows - rows, budget)
+        if rows < branch < rows + count:  # so that the chunk's last state is the one to keep
+            count = branch - rows
         if count > 0:
-            plan.prefill.append(Chunk(request, request.table.rows, count))
+            plan.prefill.append(Chunk(request, rows, count))
         return max(count, 0)
 
     @staticmethod
@@ -211,6 +218,7 @@ class Scheduler:
             second.prefill,
             second.decode,
             first.preempted + second.preempted,
+            first.restored + second.restored,
         )
 
     def __iter__(self) -> Iterator[Request]:

@@ -1,11 +1,11 @@
 """Is what this engine emits the target's own distribution? Statistics on the engine as it stands.
 
-A tiny random target (5 tokens, MLA) and a draft that knows nothing of it run in the real engine:
-pages, batches, prefix hits, rules, truncation, the Markov loop. Texts of five tokens, whose last
-four come from one drafted block, are counted over many requests and compared with their exact
-probabilities, which one forward over all prefixes gives. A draft that is often wrong is the hard
-case: every rejection shows. Enumeration (``dspark.decoding.enumeration``) proves the rules to
-rounding; this proves that the engine feeds them what they are proved for.
+A tiny random target (5 tokens, MLA or a hybrid with KDA) and a draft that knows nothing of it run
+in the real engine: pages, batches, prefix hits, rules, truncation, the Markov loop. Texts of five
+tokens, whose last four come from one drafted block, are counted over many requests and compared
+with their exact probabilities, which one forward over all prefixes gives. A draft that is often
+wrong is the hard case: every rejection shows. Enumeration (``dspark.decoding.enumeration``) proves
+the rules to rounding; this proves that the engine feeds them what they are proved for.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from dspark.config.architecture import K3DraftConfig, RopeParameters
 from dspark.config.engine import EngineOptions
+from dspark.config.hybrid import LinearConfig
 from dspark.config.target import TargetConfig
 from dspark.decoding.cost import CostTable, Curve
 from dspark.decoding.params import SamplingParams, SchedulerName
@@ -62,6 +63,7 @@ class Case:
     setting: str
     truncate: bool = True
     scheduler: SchedulerName = "fixed"
+    hybrid: bool = False
 
     @property
     def params(self) -> SamplingParams:
@@ -71,6 +73,7 @@ class Case:
     def name(self) -> str:
         tail = "" if self.truncate else ", open draft"
         tail += "" if self.scheduler == "fixed" else f", {self.scheduler}"
+        tail += ", hybrid" if self.hybrid else ""
         return f"{self.verification}/{self.draft}, {self.setting}{tail}"
 
 
@@ -88,7 +91,7 @@ class CaseResult:
 
 def all_cases() -> list[Case]:
     """Every supported mode under every setting; truncated and open drafts where they differ; every
-    scheduler with every mode."""
+    scheduler with every mode; a hybrid target with every mode."""
     modes: list[tuple[Any, Any]] = [
         ("standard", "probabilistic"),
         ("standard", "greedy"),
@@ -102,11 +105,12 @@ def all_cases() -> list[Case]:
         for setting in ("top_k", "min_p")
     ]
     schedulers: list[SchedulerName] = ["threshold", "sync", "async"]
-    return cases + [
+    cases += [
         Case(v, d, "temperature 1", scheduler=scheduler)
         for v, d in modes
         for scheduler in schedulers
     ]
+    return cases + [Case(v, d, "temperature 1", hybrid=True) for v, d in modes]
 
 
 def made_costs() -> CostTable:
@@ -117,8 +121,11 @@ def made_costs() -> CostTable:
     return CostTable(Curve((1, BATCH), (1e-4, 5e-4)), Curve(at, seconds), frozen=True)
 
 
-def tiny_pair(seed: int = 0) -> tuple[DecoderTarget, Drafter]:
-    """A random target and a random draft for it, fp32."""
+def tiny_pair(seed: int = 0, *, hybrid: bool = False) -> tuple[DecoderTarget, Drafter]:
+    """A random target and a random draft for it, fp32.
+
+    A hybrid target has recurrent layers around one of latent attention without positions.
+    """
     generator = torch.Generator().manual_seed(seed)
     sizes: dict[str, Any] = {
         "q_lora_rank": 8,
@@ -131,7 +138,9 @@ def tiny_pair(seed: int = 0) -> tuple[DecoderTarget, Drafter]:
             attention="mla", hidden_size=16, intermediate_size=24, num_hidden_layers=3,
             num_attention_heads=2, num_key_value_heads=2, head_dim=8, vocab_size=VOCAB,
             rms_norm_eps=1e-5, max_position_embeddings=32, rope_parameters=RopeParameters(),
-            v_head_dim=4, **sizes,
+            v_head_dim=4, rotary=not hybrid,
+            linear=LinearConfig(layers=(0, 2), heads=2, head_dim=4, kernel=3) if hybrid else None,
+            **sizes,
         ),
         (0, 1),
     ).eval()  # fmt: skip

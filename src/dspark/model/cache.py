@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from dspark.errors import DecodingError
+
+if TYPE_CHECKING:
+    from dspark.model.states import BatchStates, StepStates
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,20 @@ class Span:
         return x
 
 
+class States(Protocol):
+    """The recurrent states beside the rows of a hybrid target."""
+
+    def begin(self, span: Span) -> StepStates:
+        """As the forward of ``span`` sees them."""
+        ...
+
+
 class Rows(Protocol):
-    """Where a target's forward leaves its rows and finds all it may see."""
+    """Where a target's forward leaves its rows and finds all it may see; ``states`` is None but
+    for hybrid targets."""
+
+    @property
+    def states(self) -> States | None: ...
 
     def append(self, layer: int, span: Span, *new: Tensor) -> list[Tensor]:
         """Write new rows [B, heads, T, width]; return all rows that queries may see."""
@@ -87,6 +102,7 @@ class RowCache:
     ) -> None:
         self.capacity = capacity
         self.batch = batch
+        self.states: BatchStates | None = None
         self.layers = [
             [torch.zeros(batch, heads, capacity, width, dtype=dtype, device=device)
              for heads, width in parts]
@@ -114,12 +130,15 @@ class RowCache:
 
     def adopt(self, slots: Tensor, other: RowCache, length: int) -> None:
         """Copy the first ``length`` rows of ``other`` (one batch row per slot) into ``slots``."""
+        assert self.states is None, "texts of a hybrid target run one by one"
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             for rows, fresh in zip(mine, theirs, strict=True):
                 rows[slots, :, :length] = fresh[:, :, :length]
 
     def seed(self, prefix: RowCache, length: int) -> None:
         """Start every batch row with the ``length`` rows of a prefix computed once (batch 1)."""
+        if self.states is not None and prefix.states is not None:
+            self.states.seed(prefix.states, length)
         for mine, theirs in zip(self.layers, prefix.layers, strict=True):
             for rows, shared in zip(mine, theirs, strict=True):
                 rows[:, :, :length] = shared[:1, :, :length]

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark.config.architecture import RopeParameters
+from dspark.config.hybrid import SituConfig
 
 # oneDNN's product of one row reads a large fp32 weight more slowly than that of four rows (272
 # against 242 microseconds for 3072 x 576 on 2 cores): from this many elements a lone row is sent
@@ -113,17 +114,29 @@ def rotate_halves(x: Tensor, rotation: Tensor) -> Tensor:
     return torch.cat([turned.real, turned.imag], -1).to(x.dtype)
 
 
-class FusedMLP(nn.Module):
-    """SwiGLU with gate and up joined in one product."""
+def situ(gate: Tensor, up: Tensor, config: SituConfig) -> Tensor:
+    """K3's gated activation, in float32 (moonshotai/Kimi-K3, ``SituAndMul``)."""
+    wide = gate.float()
+    out = config.beta * torch.tanh(wide / config.beta) * wide.sigmoid()
+    linear = up.float()
+    if config.linear_beta is not None:
+        linear = config.linear_beta * torch.tanh(linear / config.linear_beta)
+    return (out * linear).to(up.dtype)
 
-    def __init__(self, hidden: int, intermediate: int) -> None:
+
+class FusedMLP(nn.Module):
+    """SwiGLU (or K3's :func:`situ`) with gate and up joined in one product."""
+
+    def __init__(self, hidden: int, intermediate: int, situ: SituConfig | None = None) -> None:
         super().__init__()
+        self.situ = situ
         self.gate_up_proj = nn.Linear(hidden, 2 * intermediate, bias=False)
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)
-        out: Tensor = self.down_proj(F.silu(gate) * up)
+        mixed = F.silu(gate) * up if self.situ is None else situ(gate, up, self.situ)
+        out: Tensor = self.down_proj(mixed)
         return out
 
 

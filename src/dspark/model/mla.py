@@ -62,13 +62,17 @@ class LatentAttention(nn.Module):
         self.o_proj = nn.Linear(d.heads * d.v, d.hidden, bias=bias)
         self._expansion: Tensor | None = None
 
-    def rows(self, x: Tensor, rotation: Tensor) -> Tensor:
-        """Latent rows of x [B, T, hidden] at ``rotation`` [B, T, rope/2] -> [B, T, row]."""
+    def rows(self, x: Tensor, rotation: Tensor | None) -> Tensor:
+        """Latent rows of x [B, T, hidden] at ``rotation`` [B, T, rope/2] -> [B, T, row].
+
+        Without a rotation (NoPE) the rope part is shared by all heads as it is.
+        """
         latent, roped = self.kv_a_proj_with_mqa(x).split([self.dims.kv_lora, self.dims.rope], -1)
-        roped = rotate(roped.unsqueeze(-2), rotation).squeeze(-2)
+        if rotation is not None:
+            roped = rotate(roped.unsqueeze(-2), rotation).squeeze(-2)
         return torch.cat([self.kv_a_layernorm(latent), roped], dim=-1)
 
-    def queries(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+    def queries(self, x: Tensor, rotation: Tensor | None) -> tuple[Tensor, Tensor]:
         """Parts of the queries: nope [B, T, heads, nope] and rotated rope [B, T, heads, rope]."""
         d = self.dims
         if d.q_lora is None:
@@ -77,7 +81,7 @@ class LatentAttention(nn.Module):
             flat = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = flat.unflatten(-1, (d.heads, d.nope + d.rope))
         nope, roped = q.split([d.nope, d.rope], -1)
-        return nope, rotate(roped, rotation)
+        return nope, roped if rotation is None else rotate(roped, rotation)
 
     def forward(
         self,

@@ -1,4 +1,5 @@
-"""A mixture of experts as DeepSeek-V3 and Kimi-K2 have it (DeepSeek-V3 report, section 2.1.2).
+"""A mixture of experts as DeepSeek-V3 and Kimi-K2 have it (DeepSeek-V3 report, section 2.1.2),
+and Kimi-K3's variant, whose routed experts work in a narrower latent space (LatentMoE).
 
 Each token goes to ``top_k`` of the routed experts, chosen by sigmoid scores plus a learned
 correction that balances the load; the correction decides who is chosen and not with what weight.
@@ -17,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dspark.config.hybrid import SituConfig
 from dspark.config.target import ExpertConfig
-from dspark.model.layers import FusedMLP
+from dspark.model.layers import FusedMLP, RMSNorm
 
 
 class Router(nn.Module):
@@ -60,22 +62,36 @@ class Router(nn.Module):
 class ExpertsMLP(nn.Module):
     """Routed experts plus the shared ones."""
 
-    def __init__(self, hidden: int, config: ExpertConfig) -> None:
+    def __init__(
+        self, hidden: int, config: ExpertConfig, eps: float, situ: SituConfig | None = None
+    ) -> None:
         super().__init__()
-        size = config.moe_intermediate_size
+        size, latent = config.moe_intermediate_size, config.routed_expert_hidden_size
         self.gate = Router(hidden, config)
-        self.experts = nn.ModuleList(FusedMLP(hidden, size) for _ in range(config.n_routed_experts))
-        self.shared_experts = FusedMLP(hidden, size * config.n_shared_experts)
+        self.experts = nn.ModuleList(
+            FusedMLP(latent or hidden, size, situ) for _ in range(config.n_routed_experts)
+        )
+        self.shared_experts = FusedMLP(hidden, size * config.n_shared_experts, situ)
+        self.latent = latent is not None
+        if latent is not None:
+            self.routed_down_proj = nn.Linear(hidden, latent, bias=False)
+            normed = config.latent_moe_use_norm
+            self.routed_norm = RMSNorm(latent, eps) if normed else nn.Identity()
+            self.routed_up_proj = nn.Linear(latent, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., H] -> [..., H] of the same dtype."""
         flat = x.flatten(0, -2)
         weights, chosen = self.gate(flat)
+        if self.latent:
+            flat = self.routed_down_proj(flat)
         out = torch.zeros_like(flat)
         for number in chosen.unique().tolist():
             token, place = (chosen == number).nonzero(as_tuple=True)
             part = self.experts[number](flat[token]) * weights[token, place, None]
             # A token meets an expert once at most, so nothing is added twice in one call.
             out[token] += part.to(out.dtype)
+        if self.latent:
+            out = self.routed_up_proj(self.routed_norm(out))
         shared: Tensor = self.shared_experts(x)
         return out.view_as(x) + shared

@@ -18,12 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dspark.model.cache import Span
+
+if TYPE_CHECKING:
+    from dspark.model.states import SlotStates
 
 
 class Segment(NamedTuple):
@@ -161,6 +164,7 @@ class PagedRows:
         device: torch.device,
     ) -> None:
         self.page_size, self.spare = page_size, pages * page_size
+        self.states: SlotStates | None = None
         # Not zeroed as a whole: memory is only taken when rows are written.
         self.layers = [
             [torch.empty(self.spare + 1, heads, width, dtype=dtype, device=device)

@@ -67,19 +67,31 @@ def target_state(config: TargetConfig, source: Mapping[str, Tensor]) -> dict[str
     take = _Taken(source)
     embedding = take("model.embed_tokens.weight")
     out = {"embed_tokens.weight": embedding, "final_norm.weight": take("model.norm.weight")}
+    if config.residual_block is not None:
+        out.update(_mix(take, "model.output_attn_res", "final_mix."))
     tied = config.tie_word_embeddings
     out["lm_head.weight"] = embedding if tied else take("lm_head.weight")
     for i in range(config.num_hidden_layers):
         hf, ours = f"model.layers.{i}.", f"layers.{i}."
         for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
             out[ours + norm] = take(hf + norm)
-        if config.experts_of(i) is None:
+        if config.residual_block is not None:
+            out.update(_mix(take, hf + "self_attention_res", ours + "attention_mix."))
+            out.update(_mix(take, hf + "mlp_res", ours + "mlp_mix."))
+        experts = config.experts_of(i)
+        if experts is None:
             out.update(_mlp(take, hf + "mlp.", ours + "mlp."))
+        elif experts.routed_expert_hidden_size is not None:
+            out.update(_latent_experts(config, take, hf + "block_sparse_moe.", ours + "mlp."))
         else:
             out.update(_experts(config, take, hf + "mlp.", ours + "mlp."))
         attention = _gqa if config.attention == "gqa" else _mla
+        if i in config.recurrent_layers:
+            attention = _kda
         for name, tensor in attention(config, take, hf + "self_attn.").items():
             out[ours + "self_attn." + name] = tensor
+        if config.output_gate and attention is _mla:
+            out[ours + "self_attn.g_proj.weight"] = take(hf + "self_attn.g_proj.weight")
     ignorable = {"lm_head.weight"} if tied else set()
     left = {n for n in source if n not in take.used and "rotary_emb" not in n} - ignorable
     if left:
@@ -149,7 +161,7 @@ def _mla(config: TargetConfig, take: _Taken, at: str) -> dict[str, Tensor]:
         names += ["kv_a_proj_with_mqa.bias", "o_proj.bias"]
         names += ["q_a_proj.bias"] if config.q_lora_rank is not None else []
     out = {f"core.{name}": take(at + name) for name in names}
-    if not config.rope_interleave:
+    if config.rotary and not config.rope_interleave:
         rope, nope = int(config.qk_rope_head_dim or 0), int(config.qk_nope_head_dim or 0)
         heads = torch.unflatten(out["core." + query], 0, (-1, nope + rope))
         roped = _interleave(heads[:, nope:].flatten(0, 1), rope)
@@ -159,4 +171,60 @@ def _mla(config: TargetConfig, take: _Taken, at: str) -> dict[str, Tensor]:
             key = f"core.kv_a_proj_with_mqa.{kind}"
             kv, rope_rows = out[key][:-rope], out[key][-rope:]
             out[key] = torch.cat([kv, _interleave(rope_rows, rope)])
+    return out
+
+
+def _kda(config: TargetConfig, take: _Taken, at: str) -> dict[str, Tensor]:
+    """transformers' names of Kimi Linear, and those of K3's own files where it differs; what reads
+    the same input is joined."""
+    linear = config.linear
+    assert linear is not None
+
+    def joined(*names: str) -> Tensor:
+        return torch.cat([take(f"{at}{name}.weight") for name in names])
+
+    own = linear.full_rank_gate  # K3's files
+    gate = at if own else at + "forget_gate."
+    out = {
+        "qkv_proj.weight": joined("q_proj", "k_proj", "v_proj"),
+        "f_b_proj.weight": take(gate + "f_b_proj.weight"),
+        # K3's file has more numbers than heads; its own code reads as many as there are heads.
+        "forget.rate": take(gate + "A_log").flatten()[: linear.heads],
+        "forget.offset": take(gate + "dt_bias").flatten(),
+        "o_norm": take(at + "o_norm.weight"),
+        "o_proj.weight": take(at + "o_proj.weight"),
+    }
+    if own:
+        out["conv"] = joined("q_conv1d", "k_conv1d", "v_conv1d").squeeze(1)
+        out["gates_proj.weight"] = joined("f_a_proj", "g_proj", "b_proj")
+    else:
+        out["conv"] = take(at + "conv1d.weight").squeeze(1)
+        out["gates_proj.weight"] = joined("forget_gate.f_a_proj", "g_a_proj", "b_proj")
+        out["g_b_proj.weight"] = take(at + "g_b_proj.weight")
+    return out
+
+
+def _mix(take: _Taken, at: str, ours: str) -> dict[str, Tensor]:
+    """Attention residuals, K3's names."""
+    norm, proj = take(at + "_norm.weight"), take(at + "_proj.weight")
+    return {ours + "norm": norm, ours + "proj": proj.flatten()}
+
+
+def _latent_experts(config: TargetConfig, take: _Taken, at: str, ours: str) -> dict[str, Tensor]:
+    """Experts in a latent space, K3's names: w1 is the gate, w3 up, w2 down."""
+    assert config.experts is not None
+    out = {
+        ours + "gate.weight": take(at + "gate.weight"),
+        ours + "gate.correction": take(at + "gate.e_score_correction_bias"),
+        ours + "routed_down_proj.weight": take(at + "routed_expert_down_proj.weight"),
+        ours + "routed_up_proj.weight": take(at + "routed_expert_up_proj.weight"),
+        **_mlp(take, at + "shared_experts.", ours + "shared_experts."),
+    }
+    if config.experts.latent_moe_use_norm:
+        out[ours + "routed_norm.weight"] = take(at + "routed_expert_norm.weight")
+    for n in range(config.experts.n_routed_experts):
+        expert, own = f"{at}experts.{n}.", f"{ours}experts.{n}."
+        gate, up = take(expert + "w1.weight"), take(expert + "w3.weight")
+        out[own + "gate_up_proj.weight"] = torch.cat([gate, up])
+        out[own + "down_proj.weight"] = take(expert + "w2.weight")
     return out
