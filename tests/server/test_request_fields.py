@@ -62,6 +62,15 @@ def test_variables_reach_the_template_and_unknown_ones_change_nothing(served: Se
     assert prompt_of(served, documents=documents) == expected
 
 
+def test_variables_are_measured_before_a_tokenizer_spends_seconds_on_them(served: Served) -> None:
+    long = "x" * 10**6
+    assert prompt_of(served, chat_template_kwargs={"unused": long}) == PLAIN
+    with served.http() as http:
+        asked = body(chat_template_kwargs={"reasoning_effort": long})
+        error = fault(http.post(CHAT, json=asked), 400)
+    assert error["code"] == "context_length_exceeded"
+
+
 def test_variables_cannot_steer_the_renderer(served: Served) -> None:
     parameters = inspect.signature(served.service.engine.tokenizer.apply_chat_template).parameters
     assert set(parameters) <= RENDERER

@@ -17,6 +17,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from pydantic_core import to_json
+
 from dspark.api import Engine
 from dspark.data.chat import Ending, prompt_ids
 from dspark.decoding.acceptance import AcceptanceCounter
@@ -25,7 +27,7 @@ from dspark.engine.answer import Delta, RequestOutput
 from dspark.errors import DataError, DSparkError
 from dspark.server.admission import Gate
 from dspark.server.choice import Piece, TokenTexts, Track
-from dspark.server.errors import bad_request
+from dspark.server.errors import APIError, bad_request
 from dspark.server.metrics import Metrics
 
 T = TypeVar("T")
@@ -117,7 +119,8 @@ class Service:
         self._tokenizer = copy.deepcopy(engine.tokenizer)
         self.texts = TokenTexts(copy.deepcopy(engine.tokenizer))
         self.template = str(engine.tokenizer.chat_template or "")
-        self._longest = max(map(len, engine.tokenizer.get_vocab()), default=1)
+        longest = max(map(len, engine.tokenizer.get_vocab()), default=1)
+        self._most_characters = self.max_length * longest
         self._thread = ThreadPoolExecutor(1, "tokenizer")
         mark = f"{engine.identity} {core.options.model_dump_json()}"
         self.fingerprint = "fp_" + hashlib.sha256(mark.encode()).hexdigest()[:12]
@@ -175,15 +178,22 @@ class Service:
         """
         self._check_size(sum(len(m["content"]) for m in messages), "messages")
 
+        beside = len(to_json([list(tools), dict(variables)], fallback=str))
+
         def render() -> list[int]:
             try:
+                if beside > self._most_characters:  # perhaps shown, perhaps not
+                    text = self._tokenizer.apply_chat_template(
+                        messages, tools=list(tools) or None, tokenize=False, **variables
+                    )
+                    self._check_size(len(text), "messages")
                 return prompt_ids(self._tokenizer, messages, tools, variables, ending)
             except DataError as error:
                 name = "tools" if "tools" in error.expected else "messages"
                 raise bad_request(
                     f"Expected {error.expected}; found {error.found}.", name
                 ) from error
-            except DSparkError:
+            except (DSparkError, APIError):
                 raise
             except Exception as error:  # whatever a template of others does with odd messages
                 raise bad_request(
@@ -249,7 +259,7 @@ class Service:
 
     def _check_size(self, characters: int, name: str) -> None:
         """Refuse what cannot fit before a tokenizer spends seconds on it."""
-        if characters > self.max_length * self._longest:
+        if characters > self._most_characters:
             raise bad_request(
                 f"{characters} characters cannot fit into the context of {self.max_length} tokens.",
                 name,
