@@ -99,6 +99,8 @@ def resident() -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_memory_is_flat_over_five_thousand_requests(made_pair: tuple[Path, Path]) -> None:
+    """Once caches are full: pages of a small pool, compiled grammars, tokens' texts. A leak of 4 KiB
+    a request would show."""
     rng = random.Random(0)
 
     def request(number: int) -> dict[str, Any]:
@@ -117,10 +119,10 @@ def test_memory_is_flat_over_five_thousand_requests(made_pair: tuple[Path, Path]
         return body
 
     memory = []
-    with serving(make_engine(made_pair)) as served:
+    with serving(make_engine(made_pair, cache_gib=0.005)) as served:
         for start in range(0, 5000, 500):
             load(served, [request(i) for i in range(start, start + 500)], clients=16)
             served.idle()
             memory.append(resident())
     print(f"MiB after each 500: {[m // 2**20 for m in memory]}")
-    assert memory[-1] - memory[1] < 24 * 2**20, memory
+    assert memory[-1] - memory[2] < 12 * 2**20, memory
