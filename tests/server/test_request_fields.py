@@ -214,3 +214,12 @@ def test_the_table_in_the_docs_names_every_field_and_metric() -> None:
     }  # fmt: skip
     assert not unnamed
     assert {f"vllm:{name}" for name in HISTOGRAMS} <= named
+
+
+def test_an_answer_that_may_neither_end_nor_go_on_is_refused(served: Served) -> None:
+    """In the middle of a batch it would fail the others with it."""
+    every = list(range(served.service.engine.core.target.vocab_size))
+    asked = body(stop_token_ids=every, min_tokens=1, max_tokens=3)
+    with served.http() as http:
+        assert fault(http.post(CHAT, json=asked), 400)["param"] == "stop_ids"
+        assert http.post(CHAT, json={**asked, "min_tokens": 0}).status_code == 200
