@@ -85,24 +85,31 @@ def test_throughput_is_within_five_percent_of_the_offline_engine(tmp_path: Path)
                 clients.append(found["cpu"] / found["seconds"])
                 firsts += found["first"]
                 each += found["each"]
+    show("TTFT", firsts)
+    show("TPOT", each)
+    print(f"clients: {max(clients):.1%} of a core at most")
+    assert max(clients) < 0.15, "the clients are the bottleneck, not the server"
+    judge(speeds, costs)
+
+
+def show(name: str, values: list[float]) -> None:
+    spread = [f"p{int(100 * s)} {1000 * percentile(values, s):.1f} ms" for s in (0.5, 0.9, 0.99)]
+    print(f"{name}: {', '.join(spread)}")
+
+
+def judge(speeds: dict[str, list[float]], costs: dict[str, list[float]]) -> None:
+    """Tokens per second and CPU seconds of each kind, against the engine without HTTP."""
     for kind, values in speeds.items():
         print(f"{kind}: {', '.join(f'{value:.0f}' for value in values)} tokens per second")
+    # Whatever else the machine does only ever slows a round down.
     least = {kind: min(values) for kind, values in costs.items()}
+    best = {kind: max(values) for kind, values in speeds.items()}
     for kind in ("whole", "streamed"):
         more = least[kind] / least["offline"] - 1
         print(f"{kind}: {more:.1%} more CPU time than offline")
         assert more < 0.1, least
-    # Whatever else the machine does only ever slows a round down.
-    best = {kind: max(values) for kind, values in speeds.items()}
-    for name, values in (("TTFT", firsts), ("TPOT", each)):
-        spread = [
-            f"p{int(100 * s)} {1000 * percentile(values, s):.1f} ms" for s in (0.5, 0.9, 0.99)
-        ]
-        print(f"{name}: {', '.join(spread)}")
-    print(f"clients: {max(clients):.1%} of a core at most")
-    assert max(clients) < 0.15, "the clients are the bottleneck, not the server"
-    assert best["whole"] >= 0.95 * best["offline"], best
-    assert best["streamed"] >= 0.95 * best["offline"], best
+    for kind in ("whole", "streamed"):
+        assert best[kind] >= 0.95 * best["offline"], best
 
 
 def resident() -> int:
