@@ -108,6 +108,7 @@ class Engine:
             drafter,
             end_ids(target),
             decode=self.decode,
+            decode_all=lambda ids: str(self.tokenizer.decode(ids, skip_special_tokens=False)),
             tokenizer=self.tokenizer,
             options=options,
             identity=self.identity,
@@ -238,6 +239,19 @@ class Engine:
     ) -> AsyncIterator[Delta | RequestOutput]:
         """As :meth:`stream_async`, with the whole result as the last item."""
         return self._driver.events(self.encode(prompt), params or SamplingParams(), id)
+
+    def batches_async(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        id: str | None = None,
+        *,
+        eager: bool = True,
+    ) -> AsyncIterator[list[Delta] | RequestOutput]:
+        """As :meth:`stream_async` with pieces that wait together, and the whole result as the last
+        item; see :meth:`AsyncDriver.batches`."""
+        own = params or SamplingParams()
+        return self._driver.batches(self.encode(prompt), own, id, eager=eager)
 
     async def abort_async(self, id: str) -> None:
         """End a request of :meth:`stream_async` or :meth:`generate_async`."""

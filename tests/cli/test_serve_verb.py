@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
 import pytest
 import torch
-from openai import OpenAI
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from conftest import environment
 from dspark import Engine
 from dspark.cli.banner import show_probe
 from dspark.cli.console import Screen
@@ -30,6 +23,7 @@ from dspark.cli.embedded import probe
 from dspark.cli.main import entry
 from dspark.cli.serve import served_draft
 from dspark.cli.speculation import engine_options, read_speculation
+from server.process import Process
 
 LIMITS = ("--max-model-len", "256", "--max-num-seqs", "4")
 
@@ -43,39 +37,6 @@ def run(*arguments: str) -> int:
 def words(pair: tuple[Path, Path], *more: str) -> list[str]:
     target, draft = pair
     return [str(draft), "--target", str(target), *more]
-
-
-class Process:
-    """The command, running; ``told`` is its standard error until it listened."""
-
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "dspark", "serve", *arguments]
-        self.child = subprocess.Popen(
-            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-            env={**environment(), "COLUMNS": "200", "DSPARK_API_KEY": "from-the-environment"},
-        )  # fmt: skip
-        assert self.child.stderr is not None
-        self.told, self.base = "", ""
-        for line in self.child.stderr:
-            self.told += line
-            if found := re.search(r"listening\s+(http://[0-9.:]+)", line):
-                self.base = found[1]
-                break
-        assert self.base, self.told
-        # The rest goes into the void, so that it never blocks.
-        threading.Thread(target=self.child.stderr.read, daemon=True).start()
-        until = time.monotonic() + 20
-        while time.monotonic() < until:
-            try:
-                httpx2.get(f"{self.base}/health")
-                return
-            except httpx2.TransportError:
-                time.sleep(0.05)
-        raise AssertionError("it listens and does not answer")
-
-    @property
-    def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.base}/v1", api_key="from-the-environment", max_retries=0)
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,10 @@ WORDS = [("th", "e"), ("an", "d"), ("in", "g")]
 END = SPECIAL.index("<eos>")
 CONTEXT, BLOCK = 512, 7
 TEMPLATE = (
-    "<bos>{% if tools %}<system>{{ tools | tojson }}{% endif %}"
+    "<bos>{% if reasoning_effort %}<system>effort {{ reasoning_effort }}{% endif %}"
+    "{% if enable_thinking is defined %}<system>thinking {{ enable_thinking }}{% endif %}"
+    "{% for d in documents or [] %}<system>{{ d.title }}: {{ d.text }}{% endfor %}"
+    "{% if tools %}<system>{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}<{{ 'user' if m.role == 'tool' else m.role }}>{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
     "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"

@@ -86,13 +86,18 @@ def make_engine(pair: tuple[Path, Path], *, draft: bool = True, **options: Any) 
 
 @contextmanager
 def serving(
-    engine: Engine, *, keys: tuple[str, ...] = (), draft: str | None = "draft", **limits: Any
+    engine: Engine,
+    *,
+    keys: tuple[str, ...] = (),
+    draft: str | None = "draft",
+    examples: tuple[Any, ...] = (),
+    **limits: Any,
 ) -> Iterator[Served]:
     """A server around ``engine`` while the context is open."""
     service = Service(engine, MODEL, Limits(**limits))
     drafter = engine.core.drafter
     block = drafter.block_size if drafter else 0
-    about = About(version="test", target="made", draft=draft, block_size=block)
+    about = About(version="test", target="made", draft=draft, block_size=block, examples=examples)
     server = make_server(create_app(service, about, keys), Listen(port=0, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -16,7 +16,7 @@ import pytest
 from dspark.server.playground import playground
 from server.serving import Served, make_engine, serving
 
-FACTS = {"version": "1", "target": "t", "draft": "d", "block_size": 7, "model": "m", "locked": True}  # fmt: skip
+FACTS = {"version": "1", "target": "t", "draft": "d", "block_size": 7, "model": "m", "locked": True, "examples": ()}  # fmt: skip
 
 
 def test_the_page_loads_nothing_and_allows_its_own_script_only(served: Served) -> None:
@@ -37,7 +37,10 @@ def test_the_page_loads_nothing_and_allows_its_own_script_only(served: Served) -
 
 def test_names_cannot_become_markup_or_script() -> None:
     nasty = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
-    page = playground({**FACTS, "model": nasty, "draft": nasty, "target": nasty})
+    example = ({"role": "user", "content": nasty},)
+    page = playground(
+        {**FACTS, "model": nasty, "draft": nasty, "target": nasty, "examples": (example,)}
+    )
     assert "<script>alert" not in page
     assert "<img" not in page
     assert page.count("<script") == 2
@@ -144,3 +147,33 @@ def test_stop_key_and_a_full_server_are_told_in_the_page(
         assert "stopped" in page.inner_text(".turn.assistant h3")
         served.idle()
         page.close()
+
+
+@pytest.mark.slow
+def test_an_example_is_asked_with_its_earlier_turns(
+    made_pair: tuple[Path, Path], browser: Any, tmp_path: Path
+) -> None:
+    example = (
+        {"role": "system", "content": "Be <b>brief</b>."},
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "three"},
+    )
+    with serving(make_engine(made_pair), examples=(example,)) as served:
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.goto(served.base)
+        page.uncheck("#compare")
+        page.fill("#most", "60")
+        page.click("#example")
+        done(page)
+        page.screenshot(path=tmp_path / "example.png", full_page=True)
+        given = page.locator(".turn.given .text").all_text_contents()
+        assert given == [turn["content"] for turn in example[:-1]]
+        asked = served.client.chat.completions.create(
+            model="made-pair", messages=list(example), temperature=0, max_tokens=60
+        )
+        shown = "".join(page.locator(".turn.assistant:not(.given) .piece").all_text_contents())
+        assert shown == asked.choices[0].message.content
+        page.close()
+    with serving(make_engine(made_pair)) as served, served.http() as http:
+        assert 'id="example"' not in http.get("/").text

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import random
-import statistics
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from server.made_pair import make
 from server.serving import MODEL, Served, make_engine, serving
 
 CLIENT = Path(__file__).with_name("load_client.py")
-BATCH, PROMPTS, TOKENS = 8, 32, 96
+BATCH, PROMPTS, TOKENS, ROUNDS = 8, 16, 96, 4
 
 
 def load(served: Served, requests: list[dict[str, Any]], clients: int) -> dict[str, Any]:
@@ -41,7 +42,8 @@ def percentile(values: list[float], share: float) -> float:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_throughput_is_within_five_percent_of_the_offline_engine(tmp_path: Path) -> None:
-    """Needs a quiet machine with two cores: one for the engine, one for clients and sockets."""
+    """Needs a quiet machine with two cores: one for the engine, one for clients and sockets. The
+    clients are made to cost nearly nothing (see ``load_client``), and that is checked."""
     target, draft = make(tmp_path, hidden=384, layers=8)
     options = EngineOptions(max_requests=BATCH, prefix_cache=False)
     engine = Engine(str(target), draft, options=options, device="cpu")
@@ -53,6 +55,8 @@ def test_throughput_is_within_five_percent_of_the_offline_engine(tmp_path: Path)
         for chat in chats
     ]  # fmt: skip
 
+    costs: dict[str, list[float]] = {"offline": [], "whole": [], "streamed": []}
+
     def offline() -> float:
         start = time.perf_counter()
         outputs = engine.generate(chats, params)
@@ -63,37 +67,63 @@ def test_throughput_is_within_five_percent_of_the_offline_engine(tmp_path: Path)
     speeds: dict[str, list[float]] = {"offline": [], "whole": [], "streamed": []}
     firsts: list[float] = []
     each: list[float] = []
+    clients: list[float] = []
     with serving(engine) as served:
         offline()
-        for _ in range(3):
+        for _ in range(ROUNDS):
+            begun = time.process_time()
             speeds["offline"].append(offline())
+            costs["offline"].append(time.process_time() - begun)
             for kind in ("whole", "streamed"):
                 asked = [{**body, "stream": kind == "streamed"} for body in bodies]
+                begun = time.process_time()
                 found = load(served, asked, clients=2 * BATCH)
+                costs[kind].append(time.process_time() - begun)
                 served.idle()
                 assert found["tokens"] == PROMPTS * TOKENS
                 speeds[kind].append(found["tokens"] / found["seconds"])
+                clients.append(found["cpu"] / found["seconds"])
                 firsts += found["first"]
                 each += found["each"]
-    medians = {kind: statistics.median(values) for kind, values in speeds.items()}
-    print(f"tokens per second: {medians}")
-    for name, values in (("TTFT", firsts), ("TPOT", each)):
-        spread = [
-            f"p{int(100 * s)} {1000 * percentile(values, s):.1f} ms" for s in (0.5, 0.9, 0.99)
-        ]
-        print(f"{name}: {', '.join(spread)}")
-    assert medians["whole"] >= 0.95 * medians["offline"], medians
-    assert medians["streamed"] >= 0.95 * medians["offline"], medians
+    show("TTFT", firsts)
+    show("TPOT", each)
+    print(f"clients: {max(clients):.1%} of a core at most")
+    assert max(clients) < 0.15, "the clients are the bottleneck, not the server"
+    judge(speeds, costs)
+
+
+def show(name: str, values: list[float]) -> None:
+    spread = [f"p{int(100 * s)} {1000 * percentile(values, s):.1f} ms" for s in (0.5, 0.9, 0.99)]
+    print(f"{name}: {', '.join(spread)}")
+
+
+def judge(speeds: dict[str, list[float]], costs: dict[str, list[float]]) -> None:
+    """Tokens per second and CPU seconds of each kind, against the engine without HTTP."""
+    for kind, values in speeds.items():
+        print(f"{kind}: {', '.join(f'{value:.0f}' for value in values)} tokens per second")
+    # Whatever else the machine does only ever slows a round down.
+    least = {kind: min(values) for kind, values in costs.items()}
+    best = {kind: max(values) for kind, values in speeds.items()}
+    for kind in ("whole", "streamed"):
+        more = least[kind] / least["offline"] - 1
+        print(f"{kind}: {more:.1%} more CPU time than offline")
+        assert more < 0.1, least
+    for kind in ("whole", "streamed"):
+        assert best[kind] >= 0.95 * best["offline"], best
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Bytes of this process in memory, without what is free and only kept by the allocator."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_memory_is_flat_over_five_thousand_requests(made_pair: tuple[Path, Path]) -> None:
+    """Once caches are full: pages of a small pool, compiled grammars, tokens' texts. A leak of 4 KiB
+    a request would show."""
     rng = random.Random(0)
 
     def request(number: int) -> dict[str, Any]:
@@ -112,10 +142,10 @@ def test_memory_is_flat_over_five_thousand_requests(made_pair: tuple[Path, Path]
         return body
 
     memory = []
-    with serving(make_engine(made_pair)) as served:
+    with serving(make_engine(made_pair, cache_gib=0.005)) as served:
         for start in range(0, 5000, 500):
             load(served, [request(i) for i in range(start, start + 500)], clients=16)
             served.idle()
             memory.append(resident())
     print(f"MiB after each 500: {[m // 2**20 for m in memory]}")
-    assert memory[-1] - memory[1] < 24 * 2**20, memory
+    assert memory[-1] - memory[2] < 12 * 2**20, memory

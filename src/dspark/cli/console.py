@@ -76,9 +76,9 @@ class Screen:
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),
-            MofNCompleteColumn(),
+            *([] if total is None else [MofNCompleteColumn()]),
             TimeElapsedColumn(),
-            TimeRemainingColumn(compact=True),
+            *([] if total is None else [TimeRemainingColumn(compact=True)]),
             TextColumn("{task.fields[note]}"),
             console=self.console,
         )

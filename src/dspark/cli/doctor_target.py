@@ -183,17 +183,24 @@ def probe_prompts(request: Request, target: LoadedTarget) -> list[list[int]]:
 
     Of a run only the workload's: that is what the expected acceptance length was measured on.
     """
-    run = _run_folder(request.folder)
     if request.prompts is not None:
         chosen = [q.messages for q in file_prompts(request.prompts)][:PROMPTS]
-    elif run is not None:
-        workload = read_manifest(run / "prompts", "prompts").config["prompts"]["workload"]
-        held = read_prompts(run / "prompts", "held_out")
-        chosen = [q.messages for q in held if q.category in workload][:PROMPTS]
+    elif _run_folder(request.folder) is not None:
+        chosen = held_out_prompts(request.folder)[:PROMPTS]
     else:
         source = OrderTicketSource(kind="order_tickets", held_out=PROMPTS, seed=1)
         chosen = [q.messages for q in prompts_of(source)]
     return [prompt_ids(target.tokenizer, messages) for messages in chosen]
+
+
+def held_out_prompts(folder: Path) -> list[list[dict[str, Any]]]:
+    """Messages of the workload that the draft's run kept from training; none without a run."""
+    run = _run_folder(folder)
+    if run is None:
+        return []
+    workload = read_manifest(run / "prompts", "prompts").config["prompts"]["workload"]
+    held = read_prompts(run / "prompts", "held_out")
+    return [q.messages for q in held if q.category in workload]
 
 
 def expected_acceptance(request: Request, raw: dict[str, Any]) -> Expected | None:

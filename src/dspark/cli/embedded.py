@@ -21,7 +21,12 @@ from dspark.api import Engine
 from dspark.checkpoint.published import read_config
 from dspark.checkpoint.target import LoadedTarget
 from dspark.cli.console import Screen
-from dspark.cli.doctor_target import Request, expected_acceptance, probe_prompts
+from dspark.cli.doctor_target import (
+    Request,
+    expected_acceptance,
+    held_out_prompts,
+    probe_prompts,
+)
 from dspark.cli.serve import served_draft
 from dspark.cli.serve_options import ServeOptions
 from dspark.cli.speculation import engine_options, read_speculation
@@ -32,6 +37,7 @@ from dspark.errors import ConfigError, MissingDependencyError
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 PROBE_PROMPTS, PROBE_TOKENS = 8, 48
+EXAMPLES = 6
 SHORT = (
     "Name three colours.",
     "What is seven times eight?",
@@ -79,6 +85,7 @@ def serve_embedded(options: ServeOptions) -> None:
         target=engine.loaded.files.source,
         draft=str(options.draft),
         block_size=made.draft_tokens or config.block_size,
+        examples=examples(options.draft, service.max_length),
     )
     host, port = link.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
@@ -119,13 +126,27 @@ def probe(engine: Engine, folder: Path, raw: dict[str, Any], screen: Screen) -> 
         :PROBE_PROMPTS
     ]
     with screen.bar("probing acceptance", None):
-        outputs = engine.generate(list(prompts), SamplingParams(max_new_tokens=PROBE_TOKENS))
+        outputs = engine.generate(
+            list(prompts), SamplingParams(max_new_tokens=PROBE_TOKENS, scheduler="fixed")
+        )
     answers = [
         Generation(list(c.ids), list(c.kinds), c.finish_reason == "stop", c.acceptance)
         for output in outputs
         for c in output.completions
     ]
     return check_acceptance(expected_acceptance(request, raw), answers)
+
+
+def examples(folder: Path, context: int) -> tuple[tuple[dict[str, str], ...], ...]:
+    """A few conversations of the kind that the draft learnt, for the playground."""
+    found = []
+    for messages in held_out_prompts(folder):
+        plain = [(str(m["role"]), m["content"]) for m in messages]
+        # Whoever tries one wants to see an answer, not a full context.
+        small = sum(len(str(text)) for _, text in plain) < 2 * context
+        if small and plain[-1][0] == "user" and all(isinstance(text, str) for _, text in plain):
+            found.append(tuple({"role": role, "content": text} for role, text in plain))
+    return tuple(found[:EXAMPLES])
 
 
 def _fitting(prompts: list[list[int]], target: LoadedTarget) -> list[list[int]]:

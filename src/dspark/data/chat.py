@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from jinja2 import TemplateError
 
@@ -36,6 +36,9 @@ _PROBE = (
     "\U0001f600 {'a': [1, null]} https://example.org/?q=1 XMLHttpRequest  end "
 )
 _ANSWER = "answer7f3a"  # lower case and digits: no template strips or rewrites it
+
+
+Ending = Literal["answer", "open", "closed"]
 
 
 class Tokenizer(Protocol):
@@ -69,10 +72,13 @@ def prompt_ids(
     messages: Sequence[dict[str, Any]],
     tools: Sequence[dict[str, Any]] = (),
     variables: Mapping[str, Any] | None = None,
+    ending: Ending = "answer",
 ) -> list[int]:
     """Ids of a conversation up to where the target starts to answer, 1-D.
 
     ``variables`` go to the template as they are (``enable_thinking``, ``reasoning_effort``).
+    ``ending`` is what stands at the end: the opening of an ``answer``, the last turn left ``open``
+    to be continued, or the last turn ``closed`` and nothing behind it.
 
     Raises:
         TargetError: the tokenizer has no chat template.
@@ -87,7 +93,12 @@ def prompt_ids(
             where="chat template",
             fix="Give the prompt a user turn.",
         )
-    own = {"tokenize": True, "return_dict": False, "add_generation_prompt": True}
+    own = {
+        "tokenize": True,
+        "return_dict": False,
+        "add_generation_prompt": ending == "answer",
+        "continue_final_message": ending == "open",
+    }
     options = {**(variables or {}), **own}
     ids = [int(i) for i in _render(tokenizer, messages, **options)]
     if not tools:

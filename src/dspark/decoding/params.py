@@ -78,6 +78,7 @@ class SamplingParams:
         stop_ids: tokens that end the answer, as the target's own end tokens do.
         ignore_eos: the target's end tokens are tokens like any other.
         include_stop: keep the stop string in the text.
+        skip_special_tokens: leave special tokens out of the text.
         logprobs: report log-probabilities of the target before any rule or temperature: of the
             generated token, and of this many most likely ones. None is off.
         grammar: what the answer must match.
@@ -104,6 +105,7 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop: bool = False
+    skip_special_tokens: bool = True
     logprobs: int | None = None
     grammar: Grammar | None = None
     scheduler: SchedulerName | None = None

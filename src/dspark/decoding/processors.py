@@ -54,6 +54,13 @@ class LogitRules:
             _check_ids(end_ids, vocab_size, "stop_ids")
             self._ends = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self._ends[list(end_ids)] = True
+            if bool(self._ends.all()):
+                raise DecodingError(
+                    expected="a token that does not end the answer, before min_new_tokens",
+                    found="stop_ids that name every token of the vocabulary",
+                    where="sampling parameter stop_ids",
+                    fix="Name fewer stop tokens, or leave min_new_tokens out.",
+                )
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:

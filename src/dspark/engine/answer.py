@@ -14,6 +14,17 @@ from dspark.engine.text import TextStream
 EndReason = Literal["stop", "length", "abort"]
 
 
+@dataclass
+class Times:
+    """When an answer was ``queued``, first ``started`` (its prefill began), had its ``first`` and
+    its ``last`` token: seconds of ``time.perf_counter``, None until it happens."""
+
+    queued: float
+    started: float | None = None
+    first: float | None = None
+    last: float | None = None
+
+
 @dataclass(frozen=True)
 class Delta:
     """What one step added to answer ``index`` of request ``id``.
@@ -21,7 +32,8 @@ class Delta:
     ``text`` may lag behind ``ids`` (half characters, what might become a stop string). ``kinds``
     and ``starts`` go with ``ids``: how a token came to be, and where in the answer's whole text its
     own text begins (a token of a half character begins where that character does; one behind the
-    end of the text was cut off). ``count`` is of the verify step, ``rejected`` what it refused.
+    end of the text was cut off). ``count`` is of the verify step, ``rejected`` what it refused;
+    ``at`` is when the step ended, in seconds of ``time.perf_counter``.
     """
 
     id: str
@@ -35,6 +47,7 @@ class Delta:
     starts: tuple[int, ...] = ()
     rejected: tuple[int, ...] = ()
     count: StepCount | None = None
+    at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,8 @@ class Completion:
     ``ids`` include the end or stop token; ``text`` does not show it, nor a stop string unless asked
     for. ``kinds`` says of each id whether it was drafted and accepted. ``acceptance`` counts
     drafted, admitted and accepted tokens of this answer (None without a draft). ``seed`` repeats
-    the answer; ``stop_reason`` is the token or string that ended it.
+    the answer; ``stop_reason`` is the token or string that ended it. ``times`` are no part of what
+    makes two completions equal.
     """
 
     index: int
@@ -57,6 +71,7 @@ class Completion:
     acceptance: AcceptanceCounter | None
     seed: int
     preemptions: int
+    times: Times = field(default_factory=lambda: Times(0.0), compare=False)
 
 
 @dataclass(frozen=True)
@@ -97,6 +112,7 @@ class Answer:
     seed: int
     text: TextStream | None
     counter: AcceptanceCounter | None
+    times: Times
     kinds: list[TokenKind] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -142,9 +158,12 @@ class Answer:
         if self.text is not None:
             self.text.finish()
 
-    def delta(self) -> Delta:
-        """What was added since the last call."""
+    def delta(self, at: float) -> Delta:
+        """What was added since the last call, by a step that ended ``at`` seconds."""
         start, self._told = self._told, len(self.request.output)
+        if start < self._told:
+            self.times.first = at if self.times.first is None else self.times.first
+            self.times.last = at
         text = self.text.fresh(final=self.finish_reason is not None) if self.text else ""
         return Delta(
             self.id,
@@ -158,6 +177,7 @@ class Answer:
             tuple(self.starts[start:]),
             self.step.rejected if self.step is not None and start < self._told else (),
             self.count if start < self._told else None,
+            at,
         )
 
     def completion(self) -> Completion:
@@ -174,4 +194,5 @@ class Answer:
             acceptance=self.counter,
             seed=self.seed,
             preemptions=self.request.preemptions,
+            times=self.times,
         )

@@ -45,6 +45,40 @@ class _Order:
     undo: Callable[[], Any] | None
 
 
+class _Inbox:
+    """Pieces on their way to one caller, who is woken when it matters; of the event loop alone."""
+
+    def __init__(self, eager: bool) -> None:
+        self._eager, self._begun = eager, False
+        self._deltas: list[Delta] = []
+        self._error: Exception | None = None
+        self._ready = asyncio.Event()
+
+    def put(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+        if self._eager or not self._begun or delta.finish_reason is not None:
+            self._ready.set()
+        self._begun = True
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._ready.set()
+
+    async def take(self) -> list[Delta]:
+        """Everything that came, at least one piece.
+
+        Raises:
+            StepError: the engine failed.
+        """
+        await self._ready.wait()
+        taken, self._deltas = self._deltas, []
+        if self._error is None:
+            self._ready.clear()
+        elif not taken:
+            raise StepError(f"the engine failed: {self._error}") from self._error
+        return taken
+
+
 class AsyncDriver:
     """Drives ``core`` for one event loop. While it works, nobody else may step the core."""
 
@@ -53,16 +87,22 @@ class AsyncDriver:
         self._lock = threading.Lock()
         self._orders: deque[_Order] = deque()
         self._working = False
-        self._streams: dict[str, asyncio.Queue[Delta | Exception]] = {}
+        self._streams: dict[str, _Inbox] = {}
         self._own: set[str] = set()  # touched by the thread alone
         self._numbers = itertools.count()
 
-    async def events(
-        self, prompt: Sequence[int], params: SamplingParams, id: str | None = None
-    ) -> AsyncIterator[Delta | RequestOutput]:
-        """Pieces of all answers as they come, then the whole result.
+    async def batches(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        id: str | None = None,
+        *,
+        eager: bool = True,
+    ) -> AsyncIterator[list[Delta] | RequestOutput]:
+        """Pieces of all answers as they come, those that wait together, then the whole result.
 
-        Closing the iterator early aborts the request.
+        Who does not read along (``eager`` False) is woken for the first piece and for the end of
+        each answer only. Closing the iterator early aborts the request.
 
         Raises:
             DecodingError: see :meth:`EngineCore.submit`.
@@ -76,7 +116,7 @@ class AsyncDriver:
                 where="submit",
                 fix="Wait for the first request to end, or use another id.",
             )
-        queue = self._streams[name] = asyncio.Queue()
+        inbox = self._streams[name] = _Inbox(eager)
         submitted = self._order(
             lambda: self._submit(prompt, params, name), lambda: self._forget(name)
         )
@@ -85,11 +125,9 @@ class AsyncDriver:
             await submitted
             open_answers = params.n
             while open_answers:
-                delta = await queue.get()
-                if isinstance(delta, Exception):
-                    raise StepError(f"the engine failed: {delta}") from delta
-                open_answers -= delta.finish_reason is not None
-                yield delta
+                deltas = await inbox.take()
+                open_answers -= sum(delta.finish_reason is not None for delta in deltas)
+                yield deltas
             output: RequestOutput = await self._order(lambda: self._collect(name))
             held = False
             yield output
@@ -98,6 +136,18 @@ class AsyncDriver:
             # A caller may be cancelled between its request's submission and hearing of it.
             if held and submitted.done() and not submitted.cancelled():
                 await self._order(lambda: self._forget(name))
+
+    async def events(
+        self, prompt: Sequence[int], params: SamplingParams, id: str | None = None
+    ) -> AsyncIterator[Delta | RequestOutput]:
+        """:meth:`batches`, piece by piece."""
+        async with aclosing(self.batches(prompt, params, id)) as batches:  # type: ignore[type-var]
+            async for batch in batches:
+                if isinstance(batch, RequestOutput):
+                    yield batch
+                else:
+                    for delta in batch:
+                        yield delta
 
     async def stream(
         self, prompt: Sequence[int], params: SamplingParams, id: str | None = None
@@ -208,9 +258,9 @@ class AsyncDriver:
     def _fail(self, names: Sequence[str], error: Exception) -> None:
         for name in names:
             if name in self._streams:
-                self._streams[name].put_nowait(error)
+                self._streams[name].fail(error)
 
     def _tell(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
             if delta.id in self._streams:
-                self._streams[delta.id].put_nowait(delta)
+                self._streams[delta.id].put(delta)

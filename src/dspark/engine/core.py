@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from dspark.decoding.processors import LogitRules
 from dspark.decoding.sampling import RandomStreams
 from dspark.decoding.verify import check_modes
 from dspark.engine.admission import Admission
-from dspark.engine.answer import Answer, Delta, RequestOutput
+from dspark.engine.answer import Answer, Delta, RequestOutput, Times
 from dspark.engine.confidence import Mode
 from dspark.engine.drafter import Drafter
 from dspark.engine.grammar import GrammarCompiler, GrammarRows
@@ -50,6 +51,7 @@ class EngineCore:
         end_ids: the target's own end tokens.
         decode: ids to text, without special tokens; None gives answers without text (stop strings
             are then refused).
+        decode_all: the same with special tokens shown, for requests that ask for it.
         tokenizer: a Hugging Face tokenizer, needed for grammars only.
         options: see :class:`EngineOptions`.
         identity: of target and draft, for the prefix cache.
@@ -65,13 +67,15 @@ class EngineCore:
         end_ids: frozenset[int],
         *,
         decode: Callable[[list[int]], str] | None = None,
+        decode_all: Callable[[list[int]], str] | None = None,
         tokenizer: Any = None,
         options: EngineOptions | None = None,
         identity: str = "",
         costs: CostTable | None = None,
         calibrations: Mapping[Mode, Sequence[float]] | None = None,
     ) -> None:
-        self.target, self.drafter, self.end_ids, self.decode = target, drafter, end_ids, decode
+        self.target, self.drafter, self.end_ids = target, drafter, end_ids
+        self.decode, self.decode_all = decode, decode_all
         self._tokenizer = tokenizer
         self._grammars: GrammarCompiler | None = None
         self.options = options = options or EngineOptions()
@@ -107,7 +111,7 @@ class EngineCore:
         self.runner.offload = self.pool.backing = self.offload
         if options.draft_tokens is not None:
             self.runner.draft_tokens = min(block, options.draft_tokens)
-        self.totals = AcceptanceCounter(block) if block else None
+        self.reset_counts()
         self._answers: dict[Request, Answer] = {}
         self._groups: dict[str, list[Answer]] = {}
         self._numbers = itertools.count()
@@ -115,6 +119,13 @@ class EngineCore:
     @property
     def unfinished(self) -> bool:
         return self.scheduler.unfinished
+
+    def reset_counts(self) -> None:
+        """Count from now on: ``totals`` of acceptance (None without a draft), and ``generated``
+        tokens."""
+        block = self.drafter.block_size if self.drafter else 0
+        self.totals = AcceptanceCounter(block) if block else None
+        self.generated = 0
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, id: str | None = None) -> str:
         """Queue ``prompt``; returns the id its answers come under.
@@ -154,7 +165,14 @@ class EngineCore:
     def step(self) -> list[Delta]:
         """One step of everything; what is new of each answer it touched."""
         deltas = []
-        for result in self.runner.step(self.scheduler.schedule()):
+        plan, now = self.scheduler.schedule(), time.perf_counter()
+        for request in (*(chunk.request for chunk in plan.prefill), *plan.decode):
+            times = self._answers[request].times
+            if times.started is None:
+                times.started = now
+        results = self.runner.step(plan)
+        ended = time.perf_counter()
+        for result in results:
             answer = self._answers[result.request]
             answer.take(result)
             if answer.count is not None and self.totals is not None:
@@ -166,7 +184,8 @@ class EngineCore:
             if answer.finish_reason is not None:
                 self._retire(answer)
             if result.tokens:
-                deltas.append(answer.delta())
+                deltas.append(answer.delta(ended))
+                self.generated += len(deltas[-1].ids)
         return deltas
 
     def abort(self, id: str) -> list[Delta]:
@@ -176,7 +195,7 @@ class EngineCore:
             if answer.finish_reason is None:
                 answer.abort()
                 self._retire(answer)
-                deltas.append(answer.delta())
+                deltas.append(answer.delta(time.perf_counter()))
         return deltas
 
     def collect(self, id: str) -> RequestOutput:
@@ -236,7 +255,8 @@ class EngineCore:
         text = self._text(params)
         block = self.drafter.block_size if self.drafter else 0
         counter = AcceptanceCounter(block) if block else None
-        answer = Answer(name, index, request, params, frozenset(ends), seed, text, counter)
+        times = Times(time.perf_counter())
+        answer = Answer(name, index, request, params, frozenset(ends), seed, text, counter, times)
         return answer, sampler
 
     def _grammar(self, params: SamplingParams) -> GrammarRows | None:
@@ -250,11 +270,12 @@ class EngineCore:
         return self._grammars.rows(params)
 
     def _text(self, params: SamplingParams) -> TextStream | None:
-        if self.decode is None:
-            if params.stop:
-                raise _no_tokenizer("stop")
+        decode = self.decode if params.skip_special_tokens else self.decode_all
+        if decode is None:
+            if params.stop or not params.skip_special_tokens:
+                raise _no_tokenizer("stop" if params.stop else "skip_special_tokens")
             return None
-        return TextStream(self.decode, params.stop, include_stop=params.include_stop)
+        return TextStream(decode, params.stop, include_stop=params.include_stop)
 
 
 def _no_tokenizer(name: str) -> DecodingError:

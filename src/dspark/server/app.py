@@ -48,12 +48,16 @@ FAULTS: dict[int | str, dict[str, Any]] = {
 
 
 class About(Frozen):
-    """What ``/health`` and the playground say of the server besides its engine."""
+    """What ``/health`` and the playground say of the server besides its engine.
+
+    ``examples`` are conversations that the page offers to whoever does not know what to ask.
+    """
 
     version: str
     target: str
     draft: str | None
     block_size: int
+    examples: tuple[tuple[dict[str, str], ...], ...] = ()
 
 
 class _StrictJSON(Request):

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
+from dspark.data.chat import Ending
 from dspark.decoding.params import SamplingParams
 from dspark.engine.request import TokenLogprob
 from dspark.server.choice import Piece, joined, stop_reason, token_kinds
 from dspark.server.envelope import Envelope
 from dspark.server.errors import bad_request
 from dspark.server.protocol import ChatRequest
-from dspark.server.respond import event
 from dspark.server.sampling import grammar_of, sampling_params
 from dspark.server.service import Event, Result, Service, Usage
 from dspark.server.tools import Call, CallFinder, ToolPlan, forced_calls, plan_tools, turns
@@ -31,7 +30,7 @@ class Chat:
     tokens: int = 0
 
     def __post_init__(self) -> None:
-        self.envelope = Envelope(self.service, self.body, f"chatcmpl-{uuid4().hex}")
+        self.envelope = Envelope(self.service, self.body, "chatcmpl")
 
     @classmethod
     async def of(cls, service: Service, body: ChatRequest) -> Chat:
@@ -47,7 +46,9 @@ class Chat:
             raise bad_request(
                 f"arguments of a past tool call are not JSON: {error}", "messages"
             ) from error
-        ids = await service.encode_chat(messages, tools.shown)
+        ids = await service.encode_chat(
+            messages, tools.shown, template_variables(body), _ending(body)
+        )
         asked = body.max_completion_tokens
         params = sampling_params(
             body,
@@ -60,23 +61,22 @@ class Chat:
 
     def events(self) -> AsyncIterator[Event]:
         """The service's events for it."""
-        return self.service.run([self.prompt], [self.params])
+        return self.service.run([self.prompt], [self.params], eager=bool(self.body.stream))
 
     async def stream(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:
         """Server-sent events of all pieces."""
-        options = self.body.stream_options
+        chunks = self.envelope.chunks("chat.completion.chunk")
         turns = [_Turn(self) for _ in range(self.params.n)]
         async for item in events:
-            if isinstance(item, Piece):
-                self.tokens += len(item.delta.ids)
-                choice = turns[item.index].take(item)
-                chunk = self.envelope.around("chat.completion.chunk", [choice])
-                if options is not None and options.continuous_usage_stats:
-                    usage = Usage(len(self.prompt), 0, self.tokens)
-                    chunk["usage"] = usage.as_json()
-                yield event(chunk)
-            elif (options and options.include_usage) or self.body.return_acceptance:
-                yield event(self.envelope.around("chat.completion.chunk", [], item))
+            if isinstance(item, Result):
+                yield chunks.last(item)
+                continue
+            out = []
+            for piece in item:
+                self.tokens += len(piece.delta.ids)
+                choice = turns[piece.index].take(piece)
+                out.append(chunks.chunk(choice, Usage(len(self.prompt), 0, self.tokens)))
+            yield b"".join(out)
 
     async def whole(self, events: AsyncIterator[Event]) -> dict[str, Any]:
         """The response that is not streamed: its pieces, joined."""
@@ -85,7 +85,8 @@ class Chat:
             if isinstance(item, Result):
                 choices = [_Turn(self).take(joined(own)) for own in pieces]
                 return self.envelope.around("chat.completion", [_message(c) for c in choices], item)
-            pieces[item.index].append(item)
+            for piece in item:
+                pieces[piece.index].append(piece)
         raise AssertionError("events end with the result")
 
     def logprobs(self, entries: tuple[TokenLogprob, ...]) -> dict[str, Any] | None:
@@ -107,7 +108,27 @@ class Chat:
         text = self.service.texts(token)
         # A token that is half a character has no text of its own to give the bytes of.
         whole = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": logprob, "bytes": whole}
+        return {"token": self.envelope.name(token), "logprob": logprob, "bytes": whole}
+
+
+def template_variables(body: ChatRequest) -> dict[str, Any]:
+    """What the template is given beside messages and tools, as vLLM does it.
+
+    An effort also says whether to think at all: templates know one or the other.
+    """
+    found = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        found.setdefault("enable_thinking", body.reasoning_effort != "none")
+        found["reasoning_effort"] = body.reasoning_effort
+    if body.documents is not None:
+        found["documents"] = body.documents
+    return found
+
+
+def _ending(body: ChatRequest) -> Ending:
+    if body.continue_final_message:
+        return "open"
+    return "closed" if body.add_generation_prompt is False else "answer"
 
 
 class _Turn:

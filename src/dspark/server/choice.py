@@ -18,7 +18,7 @@ from dspark.engine.answer import Delta
 from dspark.engine.request import TokenLogprob
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Piece:
     """What is new of answer ``index`` to prompt ``prompt``.
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
-from uuid import uuid4
 
 from dspark.decoding.params import SamplingParams
 from dspark.server.choice import Piece, joined, stop_reason, token_kinds
 from dspark.server.envelope import Envelope
 from dspark.server.errors import bad_request
 from dspark.server.protocol import CompletionRequest
-from dspark.server.respond import event
 from dspark.server.sampling import grammar_of, sampling_params
 from dspark.server.service import Event, Result, Service, Usage
 
@@ -31,7 +30,7 @@ class Completions:
     tokens: int = 0
 
     def __post_init__(self) -> None:
-        self.envelope = Envelope(self.service, self.body, f"cmpl-{uuid4().hex}")
+        self.envelope = Envelope(self.service, self.body, "cmpl")
 
     @classmethod
     async def of(cls, service: Service, body: CompletionRequest) -> Completions:
@@ -46,7 +45,8 @@ class Completions:
         grammar = grammar_of(body.response_format, body.structured_outputs)
         for prompt in [given] if alone else given:
             if isinstance(prompt, str):
-                ids, text = await service.encode(prompt), prompt
+                ids = await service.encode(prompt, special=body.add_special_tokens)
+                text = prompt
             else:
                 ids = [int(i) for i in prompt]  # type: ignore[union-attr, arg-type]
                 service.check_ids(ids)
@@ -68,23 +68,23 @@ class Completions:
 
     def events(self) -> AsyncIterator[Event]:
         """The service's events for it."""
-        return self.service.run(self.prompts, self.params)
+        return self.service.run(self.prompts, self.params, eager=bool(self.body.stream))
 
     async def stream(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:
         """Server-sent events of all pieces."""
-        options = self.body.stream_options
+        chunks = self.envelope.chunks("text_completion")
         begun: set[tuple[int, int]] = set()
         async for item in events:
-            if isinstance(item, Piece):
-                self.tokens += len(item.delta.ids)
-                first = (item.prompt, item.index) not in begun
-                begun.add((item.prompt, item.index))
-                chunk = self.envelope.around("text_completion", [self._choice(item, first=first)])
-                if options is not None and options.continuous_usage_stats:
-                    chunk["usage"] = self._usage_so_far().as_json()
-                yield event(chunk)
-            elif (options and options.include_usage) or self.body.return_acceptance:
-                yield event(self.envelope.around("text_completion", [], item))
+            if isinstance(item, Result):
+                yield chunks.last(item)
+                continue
+            out = []
+            for piece in item:
+                self.tokens += len(piece.delta.ids)
+                first = (piece.prompt, piece.index) not in begun
+                begun.add((piece.prompt, piece.index))
+                out.append(chunks.chunk(self._choice(piece, first=first), self._usage_so_far()))
+            yield b"".join(out)
 
     async def whole(self, events: AsyncIterator[Event]) -> dict[str, Any]:
         """The response that is not streamed: its pieces, joined."""
@@ -95,7 +95,8 @@ class Completions:
                 return self.envelope.around(
                     "text_completion", [self._choice(p, first=True) for p in every], item
                 )
-            pieces.setdefault(self._index(item), []).append(item)
+            for piece in item:
+                pieces.setdefault(self._index(piece), []).append(piece)
         raise AssertionError("events end with the result")
 
     def _index(self, piece: Piece) -> int:
@@ -122,7 +123,7 @@ class Completions:
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if self.body.logprobs is None:
             return None
-        texts = self.service.texts
+        texts = self.envelope.name
         top: list[dict[str, float]] = []
         for entry in piece.logprobs:
             named = {texts(token): value for token, value in reversed(entry.top)}
@@ -136,4 +137,9 @@ class Completions:
         }
 
     def _usage_so_far(self) -> Usage:
-        return Usage(sum(map(len, self.prompts)), 0, self.tokens)
+        return Usage(self.prompt_tokens, 0, self.tokens)
+
+    @cached_property
+    def prompt_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(map(len, self.prompts))

@@ -68,6 +68,9 @@ def of_validation(errors: list[dict[str, Any]]) -> APIError:
     first = errors[0] if errors else {"loc": (), "msg": "not a valid request", "type": ""}
     path = [str(part) for part in first["loc"] if part != "body"]
     name = ".".join(path) or None
+    if first["type"] == "unsupported":
+        told: Any = first["ctx"]
+        return bad_request(str(first["msg"]), str(told["param"]))
     if first["type"] == "extra_forbidden":
         return bad_request(f"Unrecognized request argument supplied: {name}", name)
     if first["type"] == "missing" and not name:

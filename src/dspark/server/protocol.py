@@ -1,9 +1,10 @@
 """What may be asked: OpenAI's fields, vLLM's further ones, and three of our own.
 
 Bodies are strict. A field that is not listed here is refused, because ignoring it would answer
-another question than was asked; fields that change nothing (``user``, ``metadata``) are listed and
-dropped. Names and defaults are OpenAI's, and vLLM's where OpenAI has none. Ours: ``speculate``,
-``return_acceptance`` and ``return_token_kinds``.
+another question than was asked (:mod:`dspark.server.fields` says what to do instead of the better
+known ones); fields that change nothing (``user``, ``metadata``) are listed and dropped. Names and
+defaults are OpenAI's, and vLLM's where OpenAI has none. Ours: ``speculate``, ``return_acceptance``
+and ``return_token_kinds``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from dspark.server.fields import RENDERER, without_unfollowed, wrong
 
 MOST_STOPS = 16
 MOST_BIASES = 1024
@@ -28,10 +31,11 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     """``include_usage``: one more chunk before the end that holds the usage;
-    ``continuous_usage_stats``: usage so far in every chunk."""
+    ``continuous_usage_stats``: usage so far in every chunk. There is no obfuscation to ask for."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
 
 
 class JSONSchema(Body):
@@ -57,10 +61,11 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's field: exactly one of a JSON schema, a regular expression, a list of answers to
-    choose from, or a Lark grammar."""
+    """vLLM's field: exactly one of a JSON schema, any JSON object, a regular expression, a list of
+    answers to choose from, or a Lark grammar."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
     regex: str | None = Field(default=None, min_length=1, max_length=4096)
     choice: list[Annotated[str, Field(min_length=1)]] | None = Field(
         default=None, min_length=1, max_length=256
@@ -69,9 +74,9 @@ class StructuredOutputs(Body):
 
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
-        given = [x for x in (self.json_, self.regex, self.choice, self.grammar) if x is not None]
-        if len(given) != 1:
-            raise ValueError("exactly one of json, regex, choice and grammar")
+        asked = (self.json_, self.json_object or None, self.regex, self.choice, self.grammar)
+        if sum(x is not None for x in asked) != 1:
+            raise ValueError("exactly one of json, json_object, regex, choice and grammar")
         return self
 
 
@@ -101,22 +106,33 @@ class Sampling(Body):
     stop_token_ids: list[Token] | None = Field(default=None, max_length=MOST_BIASES)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
-    skip_special_tokens: Literal[True] = True
+    skip_special_tokens: bool = True
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
     speculate: bool = True
     return_acceptance: bool = False
     return_token_kinds: bool = False
     # Of no effect here, and sent by ordinary clients.
     user: str | None = None
     metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    store: bool | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    session_id: str | None = None
+    stream_interval: int | None = Field(default=None, ge=1)
+    spaces_between_special_tokens: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _followed(cls, data: Any) -> Any:
+        return without_unfollowed(data, frozenset(cls.model_fields))
 
     @model_validator(mode="after")
     def _consistent(self) -> Sampling:
@@ -139,14 +155,14 @@ class CompletionRequest(Sampling):
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     best_of: int | None = Field(default=None, ge=1, le=MOST_ANSWERS)
-    suffix: None = None
+    add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _possible(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError("best_of other than n is not supported")
+            raise wrong("best_of", "best_of other than n is not supported")
         if self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs is not supported: leave one of them out")
+            raise wrong("echo", "echo with logprobs is not supported: leave one of them out")
         return self
 
 
@@ -210,16 +226,46 @@ class NamedTool(Body):
     function: FunctionName
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class ChatRequest(Sampling):
-    """``POST /v1/chat/completions``: turns through the target's own template."""
+    """``POST /v1/chat/completions``: turns through the target's own template.
+
+    ``reasoning_effort``, ``documents`` and ``chat_template_kwargs`` are for the template; one that
+    does not know them renders what it would have rendered anyway.
+    """
 
     messages: list[Message] = Field(min_length=1, max_length=4096)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-    tools: list[Tool] | None = Field(default=None, min_length=1, max_length=MOST_TOOLS)
+    tools: list[Tool] | None = Field(default=None, max_length=MOST_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, str]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    add_special_tokens: Literal[False] = False
+    prediction: dict[str, Any] | None = None  # a hint of OpenAI's that changes no answer
+
+    @model_validator(mode="after")
+    def _renders(self) -> ChatRequest:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise wrong(
+                "continue_final_message",
+                "continue_final_message and add_generation_prompt exclude each other",
+            )
+        for name in self.chat_template_kwargs or {}:
+            if name in RENDERER:
+                raise wrong(
+                    "chat_template_kwargs",
+                    f"chat_template_kwargs: {name} is no variable of a template. "
+                    "What has a field of its own is sent there.",
+                )
+        return self
 
     @model_validator(mode="after")
     def _tools_fit(self) -> ChatRequest:

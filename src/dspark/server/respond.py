@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
@@ -62,8 +64,9 @@ def event(data: dict[str, Any]) -> bytes:
 class EventStream(Response):
     """Server-sent events out of ``events``.
 
-    A piece that is not taken for ``stall_seconds`` ends the connection. A fault after the first
-    piece can no longer be a status: it is sent as an event with OpenAI's error shape.
+    A piece that is not taken for ``stall_seconds`` (or a quarter more) ends the connection. A fault
+    after the first piece can no longer be a status: it is sent as an event with OpenAI's error
+    shape.
     """
 
     media_type = "text/event-stream"
@@ -72,12 +75,17 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events, self._stall = events, stall_seconds
+        self._since = math.inf
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pump = asyncio.ensure_future(self._pump(send))
         gone = asyncio.ensure_future(_gone(receive))
         try:
-            await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
+            # One look now and then instead of a timer for every piece.
+            while not pump.done() and not gone.done() and not self._stuck():
+                await asyncio.wait(
+                    {pump, gone}, timeout=self._stall / 4, return_when=asyncio.FIRST_COMPLETED
+                )
         finally:
             await _settle(pump, gone)
             await self._events.aclose()
@@ -88,24 +96,31 @@ class EventStream(Response):
             await self._send(send, start)
             try:
                 async for piece in self._events:
-                    await self._send(send, _body(piece))
+                    if piece:
+                        await self._send(send, _body(piece))
             except APIError as error:
                 await self._send(send, _body(event(error.body)))
-            except (TimeoutError, OSError):
+            except OSError:
                 raise
             except Exception:
                 LOG.exception("a stream failed")
                 await self._send(send, _body(event(internal().body)))
             await self._send(send, _body(DONE))
             await self._send(send, _body(b"", more=False))
-        except TimeoutError:
-            LOG.warning("a reader took no piece for %.0f s and was cut off", self._stall)
         except OSError:
             pass  # it left while a piece was on its way
 
     async def _send(self, send: Send, message: dict[str, Any]) -> None:
-        async with asyncio.timeout(self._stall):
-            await send(message)
+        self._since = time.monotonic()
+        await send(message)
+        self._since = math.inf
+
+    def _stuck(self) -> bool:
+        """Whether a piece lies there for too long."""
+        stuck = time.monotonic() - self._since > self._stall
+        if stuck:
+            LOG.warning("a reader took no piece for %.0f s and was cut off", self._stall)
+        return stuck
 
 
 def _body(piece: bytes, *, more: bool = True) -> dict[str, Any]:

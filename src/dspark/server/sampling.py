@@ -58,6 +58,7 @@ def sampling_params(
         "stop_ids": tuple(body.stop_token_ids or ()),
         "ignore_eos": body.ignore_eos,
         "include_stop": body.include_stop_str_in_output,
+        "skip_special_tokens": body.skip_special_tokens,
         "logprobs": logprobs,
         "grammar": grammar,
         "speculate": body.speculate,
@@ -94,6 +95,8 @@ def json_grammar(schema: dict[str, Any]) -> Grammar:
 def _structured(asked: StructuredOutputs) -> Grammar:
     if asked.json_ is not None:
         return json_grammar(_schema(asked.json_))
+    if asked.json_object:
+        return json_grammar(ANY_OBJECT)
     if asked.regex is not None:
         return Grammar("regex", asked.regex)
     if asked.choice is not None:

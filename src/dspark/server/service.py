@@ -11,21 +11,23 @@ import asyncio
 import copy
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from pydantic_core import to_json
+
 from dspark.api import Engine
-from dspark.data.chat import prompt_ids
+from dspark.data.chat import Ending, prompt_ids
 from dspark.decoding.acceptance import AcceptanceCounter
 from dspark.decoding.params import SamplingParams
 from dspark.engine.answer import Delta, RequestOutput
 from dspark.errors import DataError, DSparkError
 from dspark.server.admission import Gate
 from dspark.server.choice import Piece, TokenTexts, Track
-from dspark.server.errors import bad_request
+from dspark.server.errors import APIError, bad_request
 from dspark.server.metrics import Metrics
 
 T = TypeVar("T")
@@ -99,7 +101,8 @@ def acceptance_json(counter: AcceptanceCounter) -> dict[str, Any]:
     }
 
 
-Event = Piece | Result
+Event = list[Piece] | Result
+"""Pieces that came together, or the end."""
 
 
 class Service:
@@ -109,13 +112,15 @@ class Service:
         self.engine, self.name, self.limits = engine, name, limits or Limits()
         self.made = int(time.time())
         core = engine.core
+        core.reset_counts()  # what a probe or a measurement did is not what was asked here
         self.max_length = core.scheduler.max_length
         self.gate = Gate(core.options.max_requests, self.limits.waiting)
         self.metrics = Metrics(core, self.gate, name)
         self._tokenizer = copy.deepcopy(engine.tokenizer)
         self.texts = TokenTexts(copy.deepcopy(engine.tokenizer))
         self.template = str(engine.tokenizer.chat_template or "")
-        self._longest = max(map(len, engine.tokenizer.get_vocab()), default=1)
+        longest = max(map(len, engine.tokenizer.get_vocab()), default=1)
+        self._most_characters = self.max_length * longest
         self._thread = ThreadPoolExecutor(1, "tokenizer")
         mark = f"{engine.identity} {core.options.model_dump_json()}"
         self.fingerprint = "fp_" + hashlib.sha256(mark.encode()).hexdigest()[:12]
@@ -146,15 +151,26 @@ class Service:
         if strange is not None:
             raise bad_request(f"Token {strange} is not in the vocabulary of {size}.", "prompt")
 
-    async def encode(self, text: str) -> list[int]:
-        """Ids of plain text, as the tokenizer begins a text."""
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of plain text, as the tokenizer begins a text; without ``special``, of it alone."""
         self._check_size(len(text), "prompt")
-        return await self._aside(lambda: [int(i) for i in self._tokenizer.encode(text)])
+        encode = self._tokenizer.encode
+        return await self._aside(lambda: [int(i) for i in encode(text, add_special_tokens=special)])
 
     async def encode_chat(
-        self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[dict[str, Any]],
+        variables: Mapping[str, Any],
+        ending: Ending,
     ) -> list[int]:
         """Ids of a conversation through the target's template.
+
+        Args:
+            messages: as templates read them.
+            tools: that the template must show.
+            variables: for the template, which may ignore them.
+            ending: see :func:`dspark.data.chat.prompt_ids`.
 
         Raises:
             APIError: the template refuses it.
@@ -162,15 +178,22 @@ class Service:
         """
         self._check_size(sum(len(m["content"]) for m in messages), "messages")
 
+        beside = len(to_json([list(tools), dict(variables)], fallback=str))
+
         def render() -> list[int]:
             try:
-                return prompt_ids(self._tokenizer, messages, tools)
+                if beside > self._most_characters:  # perhaps shown, perhaps not
+                    text = self._tokenizer.apply_chat_template(
+                        messages, tools=list(tools) or None, tokenize=False, **variables
+                    )
+                    self._check_size(len(text), "messages")
+                return prompt_ids(self._tokenizer, messages, tools, variables, ending)
             except DataError as error:
                 name = "tools" if "tools" in error.expected else "messages"
                 raise bad_request(
                     f"Expected {error.expected}; found {error.found}.", name
                 ) from error
-            except DSparkError:
+            except (DSparkError, APIError):
                 raise
             except Exception as error:  # whatever a template of others does with odd messages
                 raise bad_request(
@@ -180,11 +203,16 @@ class Service:
         return await self._aside(render)
 
     async def run(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        *,
+        eager: bool = True,
     ) -> AsyncIterator[Event]:
         """Pieces of all answers to all ``prompts`` as they come, then the :class:`Result`.
 
-        Closing it early frees what the request holds.
+        Who needs them only in the end says so with ``eager`` False and is seldom woken. Closing it
+        early frees what the request holds.
 
         Raises:
             APIError: there is no room.
@@ -195,39 +223,43 @@ class Service:
         with self.gate.hold(answers), self.metrics.request(params) as clock:
             tracks = {(p, i): Track(p, i) for p, own in enumerate(params) for i in range(own.n)}
             outputs: dict[int, RequestOutput] = {}
-            async with aclosing(self._events(prompts, params)) as events:  # type: ignore[type-var]
-                async for number, event in events:
-                    if isinstance(event, RequestOutput):
-                        outputs[number] = event
-                        clock.ended(number, event)
-                    else:
-                        clock.step(number, event)
-                        yield tracks[number, event.index].take(event)
+            async with aclosing(self._batches(prompts, params, eager)) as batches:  # type: ignore[type-var]
+                async for number, batch in batches:
+                    if isinstance(batch, RequestOutput):
+                        outputs[number] = batch
+                        clock.ended(number, batch)
+                        continue
+                    pieces = []
+                    for delta in batch:
+                        clock.step(number, delta)
+                        pieces.append(tracks[number, delta.index].take(delta))
+                    yield pieces
             self.gate.took(clock.seconds)
             yield Result(tuple(outputs[number] for number in range(len(prompts))))
 
-    def _events(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
-    ) -> AsyncIterator[tuple[int, Delta | RequestOutput]]:
-        if len(prompts) == 1:
-            return self._numbered(0, prompts[0], params[0])
-        return _merged(
-            [self._numbered(i, *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
-        )
+    def _batches(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], eager: bool
+    ) -> AsyncIterator[tuple[int, list[Delta] | RequestOutput]]:
+        every = [
+            self._numbered(number, prompt, own, eager)
+            for number, (prompt, own) in enumerate(zip(prompts, params, strict=True))
+        ]
+        return every[0] if len(every) == 1 else _merged(every)
 
     async def _numbered(
-        self, number: int, prompt: Sequence[int], params: SamplingParams
-    ) -> AsyncIterator[tuple[int, Delta | RequestOutput]]:
-        async with aclosing(self.engine.events_async(list(prompt), params)) as events:  # type: ignore[type-var]
-            async for event in events:
-                yield number, event
+        self, number: int, prompt: Sequence[int], params: SamplingParams, eager: bool
+    ) -> AsyncIterator[tuple[int, list[Delta] | RequestOutput]]:
+        batches = self.engine.batches_async(list(prompt), params, eager=eager)
+        async with aclosing(batches):  # type: ignore[type-var]
+            async for batch in batches:
+                yield number, batch
 
     async def _aside(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _check_size(self, characters: int, name: str) -> None:
         """Refuse what cannot fit before a tokenizer spends seconds on it."""
-        if characters > self.max_length * self._longest:
+        if characters > self._most_characters:
             raise bad_request(
                 f"{characters} characters cannot fit into the context of {self.max_length} tokens.",
                 name,

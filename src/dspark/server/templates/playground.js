@@ -203,13 +203,11 @@ async function exchange(message) {
   }
 }
 
-at("ask").addEventListener("submit", async (event) => {
-  event.preventDefault();
-  const message = at("text").value.trim();
+async function send(message) {
   if (!message || running) return;
   running = new AbortController();
-  at("text").value = "";
   at("send").disabled = true;
+  if (at("example")) at("example").disabled = true;
   at("stop").disabled = false;
   at("turns").setAttribute("aria-busy", "true");
   at("state").textContent = "Answering…";
@@ -218,21 +216,47 @@ at("ask").addEventListener("submit", async (event) => {
   } finally {
     running = null;
     at("send").disabled = false;
+    if (at("example")) at("example").disabled = false;
     at("stop").disabled = true;
     at("turns").setAttribute("aria-busy", "false");
     at("state").textContent = "";
   }
-});
-at("text").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); at("ask").requestSubmit(); }
-});
-at("stop").addEventListener("click", () => running && running.abort());
-at("fresh").addEventListener("click", () => {
+}
+
+function clear() {
   if (running) running.abort();
   history = [];
   at("turns").replaceChildren();
   show(new Figures(facts.block_size));
+}
+
+/* A held-out conversation: its earlier turns are shown as given, the last one is asked. */
+let shown = 0;
+function example() {
+  if (running) return;
+  clear();
+  const messages = facts.examples[shown % facts.examples.length];
+  shown += 1;
+  for (const message of messages.slice(0, -1)) {
+    history.push(message);
+    turn("given " + message.role, "Given: " + message.role).text.textContent = message.content;
+  }
+  send(messages[messages.length - 1].content);
+}
+
+at("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const message = at("text").value.trim();
+  if (running) return;
+  at("text").value = "";
+  send(message);
 });
+if (at("example")) at("example").addEventListener("click", example);
+at("text").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); at("ask").requestSubmit(); }
+});
+at("stop").addEventListener("click", () => running && running.abort());
+at("fresh").addEventListener("click", clear);
 at("temperature").addEventListener("input", () => { at("shown-temperature").textContent = at("temperature").value; });
 at("refused").addEventListener("change", () => document.body.classList.toggle("refused", at("refused").checked));
 if (facts.block_size) show(new Figures(facts.block_size));
