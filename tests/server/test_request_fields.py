@@ -223,3 +223,9 @@ def test_an_answer_that_may_neither_end_nor_go_on_is_refused(served: Served) -> 
     with served.http() as http:
         assert fault(http.post(CHAT, json=asked), 400)["param"] == "stop_ids"
         assert http.post(CHAT, json={**asked, "min_tokens": 0}).status_code == 200
+
+
+def test_a_grammar_without_an_end_is_refused_before_it_fails_a_batch(served: Served) -> None:
+    asked = body(structured_outputs={"grammar": 'start: "a" start'}, max_tokens=5)
+    with served.http() as http:
+        assert fault(http.post(CHAT, json=asked), 400)["param"] == "grammar"

@@ -136,7 +136,7 @@ class GrammarCompiler:
         }[grammar.kind]
         try:
             matcher = LLMatcher(self._tokens, build(grammar.text), log_level=0)
-            fault = matcher.get_error() if matcher.is_error() else ""
+            fault = matcher.get_error() if matcher.is_error() else self._first_step(matcher)
         except ValueError as error:
             fault = str(error)
         if fault:
@@ -147,6 +147,19 @@ class GrammarCompiler:
                 fix="Correct the grammar.",
             )
         return matcher
+
+    def _first_step(self, matcher: Any) -> str:
+        """What is wrong with a first token that the grammar itself allows: grammars without an end
+        compile, and fail in the middle of a batch otherwise."""
+        trial = matcher.deep_copy()
+        bits = np.unpackbits(
+            np.frombuffer(trial.compute_bitmask(), dtype=np.uint8), bitorder="little"
+        )
+        allowed = [int(i) for i in np.flatnonzero(bits[: self._vocab_size])]
+        first = next((i for i in allowed if i not in self._end_ids), None)
+        if first is None or trial.consume_token(first):
+            return ""
+        return str(trial.get_error()) or "a grammar that refuses what it allows"
 
 
 class _Words:
