@@ -49,6 +49,7 @@ def test_an_online_teacher_plays_conversations_to_their_end(tiny_recipe: Path) -
     first = [json.loads(line)["prompt"] for line in file.read_text().splitlines()]
     pairs = zip(first[::2], first[1::2], strict=False)
     file.write_text("".join(json.dumps({"turns": list(turns)}) + "\n" for turns in pairs))
+    tiny_recipe.write_text(tiny_recipe.read_text().replace("train: 160", "train: 80"))
     online = ("train.mode=online", "train.order=shuffled", "train.log=[jsonl]", "train.epochs=1")
     tokens = {}
     for turns in (1, 2):
