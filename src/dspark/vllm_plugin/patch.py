@@ -1,4 +1,4 @@
-"""The only file that changes vLLM, and only its V1 (CPU) runner: five changes.
+"""The only file that changes vLLM, and only its V1 (CPU) runner: six changes.
 
 1. ``VllmConfig._get_v1_model_runner_unsupported_features`` lists ``dspark speculative decoding``
    whole. The entry is replaced by what this plugin cannot do, so that vLLM's own error names it.
@@ -13,6 +13,8 @@
    0.32.0 dies of it, with and without a draft. The generator's state is put back instead.
 5. ``dispatcher._rebind_kernels`` looks into every attribute of every loaded module, and trips over
    llvmlite's, which answers any question. Loading a K3 draft's class brings llvmlite along.
+6. ``rejection_sampler.apply_sampling_constraints`` dies of a step without a drafted token when a
+   request has top_k and no top_p: such a step has nothing to constrain.
 """
 
 from __future__ import annotations
@@ -64,6 +66,10 @@ def apply() -> None:
     VllmConfig._get_v1_model_runner_unsupported_features = unsupported
     gpu_model_runner.EagleProposer = EagleOrDSpark
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+    constrain = rejection_sampler.apply_sampling_constraints
+    rejection_sampler.apply_sampling_constraints = lambda logits, counts, metadata: (
+        constrain(logits, counts, metadata) if logits.shape[0] else logits
+    )
     _rewind_by_state(CPUModelRunner)
     dispatcher._rebind_kernels = _blind_to_llvmlite(dispatcher._rebind_kernels)
     setattr(VllmConfig, _MARK, True)
