@@ -20,6 +20,7 @@ from dspark.artifacts import (
     Manifest,
     Origin,
     Stopwatch,
+    artifact_lock,
     attempt,
     begin,
     complete,
@@ -27,9 +28,11 @@ from dspark.artifacts import (
     finish,
     is_current,
     new_manifest,
+    run_lock,
 )
 from dspark.artifacts.machine import cpu_name
 from dspark.cli.console import Screen
+from dspark.cli.figures import figures_table, shown_bytes, shown_time
 from dspark.cli.origin import command_line, marked_commit, versions
 from dspark.cli.task_items import task_items
 from dspark.config.load import load_prompts_recipe
@@ -126,7 +129,8 @@ def run_prompts_verb(
     if plan:
         screen.console.print(_plan(recipe, folder))
         return
-    report = make_data(recipe, folder, screen, quiet=as_json)
+    with artifact_lock(folder) if path is None else run_lock(recipe.output):
+        report = make_data(recipe, folder, screen, quiet=as_json)
     if as_json:
         print(report.model_dump_json(indent=2))
     else:
@@ -306,19 +310,19 @@ def _refuse(expected: str, found: str, fix: str) -> NoReturn:
 
 def _plan(recipe: DataRecipe, folder: Path) -> Table:
     """Rough rows, bytes, memory and time, from the sizes of files and counts in the recipe."""
-    table = Table(title=f"plan of {recipe.name}: nothing was run", title_justify="left")
-    for name in ("source", "category", "rows, about", "to read"):
-        table.add_column(name, justify="left" if name in {"source", "category"} else "right")
+    left = ("source", "category")
+    title = f"plan of {recipe.name}: nothing was run"
+    table = figures_table(title, (*left, "rows, about", "to read"), left)
     total = 0.0
     for source in recipe.prompts.sources:
         rows, size = _estimate(source)
         total += rows or 0
         told = "not known" if rows is None else f"{rows:,.0f}"
         table.add_row(source_name(source), source.category, told, size)
-    memory = (MEMORY + total * MEMORY_PER_ROW) / 1e9
     table.caption = (
-        f"About {total * BYTES_PER_ROW * 2 / 1e9:.2f} GB on disk while it runs, {memory:.1f} GB of "
-        f"memory, {total / ROWS_PER_SECOND / 60:.1f} min without a tokenizer. Writes {folder}."
+        f"About {shown_bytes(total * BYTES_PER_ROW * 2)} on disk while it runs, "
+        f"{shown_bytes(MEMORY + total * MEMORY_PER_ROW)} of memory, "
+        f"{shown_time(total / ROWS_PER_SECOND)} without a tokenizer. Writes {folder}."
     )
     return table
 
@@ -326,7 +330,7 @@ def _plan(recipe: DataRecipe, folder: Path) -> Table:
 def _estimate(source: Any) -> tuple[float | None, str]:
     if isinstance(source, (FileSource, TrafficSource)):
         size = sum(file.stat().st_size for file in record_files(Path(source.path)))
-        return size / BYTES_PER_ROW, f"{size / 1e6:,.1f} MB"
+        return size / BYTES_PER_ROW, shown_bytes(size)
     train = getattr(source, "train", 0)
     return (None if train == "all" else float(train + source.held_out)), "-"
 
