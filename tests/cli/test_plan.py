@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import io
+import shutil
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from conftest import dspark
+from dspark.artifacts import Kind, read_manifest
+from dspark.artifacts.record import StageRecord, write_record
 from dspark.checkpoint.published import read_config
 from dspark.checkpoint.sizes import read_sizes
 from dspark.checkpoint.source import find_target
 from dspark.checkpoint.target import load_target
-from dspark.cli.bounds import REPORT, BenchLoad, draft_sizes
+from dspark.cli.bounds import REPORT, BenchLoad, Need, draft_sizes
 from dspark.cli.console import Screen
 from dspark.cli.context import RunContext
-from dspark.cli.figures import shown_bytes
+from dspark.cli.figures import shown_bytes, shown_time
 from dspark.cli.plan import plan_of, plan_table, print_plan
 from dspark.cli.plan_state import standings
 from dspark.config.load import load_recipe
@@ -156,7 +160,14 @@ def test_decodings_count_what_a_bench_does() -> None:
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2e15, "2000.0 TB"), (3e9, "3.0 GB")],
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1500, "1.5 kB"),
+        (2e15, "2.0 PB"),
+        (2e21, "2000.0 EB"),
+        (3e9, "3.0 GB"),
+    ],
 )
 def test_bytes_are_shown_with_a_unit(value: float, shown: str) -> None:
     assert shown_bytes(value) == shown
@@ -174,7 +185,7 @@ def test_times_are_shown_with_a_unit(seconds: float, shown: str) -> None:
 @pytest.mark.parametrize("columns", [80, 50])
 def test_a_plan_never_cuts_a_number(columns: int) -> None:
     """Prompts and times of a large run, at the width of a terminal and far below it."""
-    need = Need(14_336_000, 9.87e17, 1.234e15, 2.5e14, 28527539 * 60)
+    need = Need(14_336_000, 987 * 10**15, 1234 * 10**12, 25 * 10**13, 28527539 * 60)
     kinds: tuple[Kind, ...] = ("prompts", "answers", "states", "draft", "bench")
     table = plan_table("large", dict.fromkeys(kinds, need), dict.fromkeys(kinds, "resume"))
     text = io.StringIO()
@@ -182,7 +193,9 @@ def test_a_plan_never_cuts_a_number(columns: int) -> None:
     page = text.getvalue()
     assert "…" not in page
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in page.splitlines()]
-    cells = ["".join(column) for column in zip(*[row for row in rows if len(row) == 7], strict=True)]
+    cells = [
+        "".join(column) for column in zip(*[row for row in rows if len(row) == 7], strict=True)
+    ]
     assert cells[1].count("14,336,000") == 5
     assert cells[5].replace(" ", "").count("54.2years") == 5
     if columns == 80:

@@ -30,9 +30,9 @@ def shown_time(seconds: float) -> str:
 
 
 def shown_bytes(value: float) -> str:
-    """Bytes with a decimal unit, as disks are sold: ``0 B``, ``1.5 MB``, ``2000.0 TB``."""
-    for unit in ("B", "kB", "MB", "GB"):
+    """Bytes with a decimal unit, as disks are sold: ``0 B``, ``1.5 MB``, ``2.0 PB``."""
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
         if value < 1000:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1000
-    return f"{value:.1f} TB"
+    return f"{value:.1f} EB"

@@ -123,7 +123,8 @@ def prompts(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Make the prompts: recognise, filter, remove duplicates, decontaminate, report."""
-    from dspark.cli.prompts import Loose, run_prompts_verb
+    from dspark.cli.loose_prompts import Loose
+    from dspark.cli.prompts import run_prompts_verb
 
     loose = Loose(
         inputs=tuple(input or ()),
