@@ -69,9 +69,8 @@ def serve_embedded(options: ServeOptions) -> None:
         options.max_num_seqs, options.cache_gib, config.block_size, found, options.scheduler
     )
     link = take_port(options.host, options.port)
-    asked = NAMES if options.max_model_len is not None else {}
     with (
-        options_named(asked),
+        options_named(NAMES),
         screen.bar("loading target and draft", None),
         warnings.catch_warnings(record=True) as told,
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from rich.table import Table
 from rich.text import Text
@@ -12,7 +13,9 @@ def figures_table(title: str, names: Sequence[str], left: Sequence[str] = ()) ->
     """A table whose cells are never cut: headers wrap, and what is still too wide is folded."""
     table = Table(title=Text(title), title_justify="left")
     for name in names:
-        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
+        # Broken here: rich would take the width of a long header from its neighbours' figures.
+        side: Literal["left", "right"] = "left" if name in left else "right"
+        table.add_column(name.replace(" ", "\n"), justify=side, overflow="fold")
     return table
 
 

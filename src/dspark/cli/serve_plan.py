@@ -83,8 +83,7 @@ def plan_embedded(options: ServeOptions) -> Capacity:
     section = target_section(options.draft, options.target)
     if options.max_model_len is not None:
         section = section.model_copy(update={"max_context": options.max_model_len})
-    asked = NAMES if options.max_model_len is not None else {}
-    with options_named(asked):
+    with options_named(NAMES):
         sizes = read_sizes(section, find_target(section.source, section.revision))
     engine = engine_options(
         options.max_num_seqs, options.cache_gib, config.block_size, found, options.scheduler
