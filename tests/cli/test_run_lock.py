@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from conftest import dspark, environment
-from dspark.artifacts import artifact_lock, run_lock
+from dspark.artifacts import artifact_lock, run_lock, writer_of
 from dspark.artifacts.lock import LOCK
 from dspark.cli.context import RunContext
 from dspark.cli.pipeline import run_stages
@@ -47,6 +47,7 @@ def test_a_second_command_is_refused_by_name_and_kill_9_frees_the_folder(tmp_pat
         until(root / LOCK)
         second = dspark("prompts", str(recipe))
         told = " ".join(second.stderr.split())
+        assert f"process {first.pid} on " in str(writer_of(root))
         assert second.returncode == 1
         assert f"process {first.pid} on " in told
         assert "Wait until it has finished" in told
@@ -54,6 +55,8 @@ def test_a_second_command_is_refused_by_name_and_kill_9_frees_the_folder(tmp_pat
     finally:
         first.send_signal(signal.SIGKILL)
         first.communicate()
+    assert writer_of(root) is None
+    assert (root / LOCK).exists(), "it stays and binds nobody"
     prompts.unlink()
     prompts.write_text('{"prompt": "What is a lock?"}\n')
     third = dspark("prompts", str(recipe))

@@ -25,7 +25,7 @@ A stage reads like this::
 it came to be, and ``changes`` says why old work is not current.
 """
 
-from dspark.artifacts.lock import artifact_lock, run_lock
+from dspark.artifacts.lock import artifact_lock, run_lock, writer_of
 from dspark.artifacts.made import Attempt, Made, Origin, Stopwatch
 from dspark.artifacts.manifest import (
     MANIFEST,
@@ -97,4 +97,5 @@ __all__ = [
     "sha256_file",
     "storage_guard",
     "verify",
+    "writer_of",
 ]

@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import socket
+import struct
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -21,7 +22,8 @@ from pathlib import Path
 from dspark.artifacts.storage import storage_guard
 from dspark.errors import BusyError
 
-LOCK = ".dspark.lock"
+LOCK = ".dspark-lock"
+FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux
 # Nothing can be written there, or the file system has no locks: nobody can be kept apart.
 UNLOCKABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 
@@ -95,6 +97,22 @@ def _take(path: Path, folder: Path) -> int | None:
     return descriptor
 
 
+def writer_of(root: str | Path) -> str | None:
+    """Who writes below a run's folder at this moment, in words; None where nobody does, or where
+    the system cannot be asked. Asking takes no lock."""
+    path = Path(root) / LOCK
+    try:
+        with path.open("rb") as file:
+            if sys.platform == "linux":
+                wanted = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+                found = fcntl.fcntl(file, fcntl.F_GETLK, wanted)
+                if struct.unpack(FLOCK, found)[0] != fcntl.F_UNLCK:
+                    return _holder(file.read())
+    except OSError:
+        pass
+    return None
+
+
 def _still(descriptor: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
@@ -111,15 +129,18 @@ def _own() -> dict[str, str | int]:
     }
 
 
-def _busy(folder: Path, told: bytes) -> BusyError:
+def _holder(told: bytes) -> str:
     try:
         raw = json.loads(told)
-        holder = f"process {raw['pid']} on {raw['host']}, since {raw['since']}: {raw['command']}"
+        return f"process {raw['pid']} on {raw['host']}, since {raw['since']}: {raw['command']}"
     except (ValueError, KeyError, TypeError):
-        holder = "another process"
+        return "another process"
+
+
+def _busy(folder: Path, told: bytes) -> BusyError:
     return BusyError(
         expected="a folder that no other command is writing",
-        found=holder,
+        found=_holder(told),
         where=str(folder),
         fix="Wait until it has finished, stop it, or name another output folder.",
     )

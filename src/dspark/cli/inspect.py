@@ -17,7 +17,7 @@ from rich.text import Text
 
 from dspark.artifacts import MANIFEST, STAGE, lineage, verify
 from dspark.cli.console import Screen, print_fault
-from dspark.cli.places import is_run
+from dspark.cli.places import CONFIG, is_run
 from dspark.errors import ArtifactError, ConfigError
 
 FIGURES = (
@@ -50,14 +50,14 @@ def describe(path: Path, *, deep: bool, screen: Screen | None = None) -> dict[st
         )
     if (path / MANIFEST).exists() or (path / STAGE).exists():
         return _describe_artifact(path, deep=deep, screen=screen)
+    if is_run(path) and not (path / CONFIG).exists():
+        from dspark.cli.inspect_run import describe_run
+
+        return describe_run(path, deep=deep)
     from dspark.cli.inspect_draft import describe_checkpoint, is_checkpoint
 
     if is_checkpoint(path):
         return describe_checkpoint(path, deep=deep, screen=screen)
-    if is_run(path):
-        from dspark.cli.inspect_run import describe_run
-
-        return describe_run(path, deep=deep)
     raise ConfigError(
         expected="an artifact, a run's folder, a draft checkpoint or a recipe (.yaml)",
         found="a folder that is neither: no manifest.json, no stages, no config.json",

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dspark.artifacts import Kind, Manifest, lineage, verify
+from dspark.artifacts import Kind, Manifest, lineage, verify, writer_of
 from dspark.artifacts.record import STAGE, read_record
 from dspark.cli.places import STAGES
 from dspark.errors import ArtifactError, MissingArtifactError
@@ -28,15 +28,20 @@ def describe_run(root: Path, *, deep: bool) -> dict[str, Any]:
     """The stages of the run in ``root``; ``deep`` recomputes every hash.
 
     A stage's ``state`` is finished, stale (made from a parent that is not here any more),
-    interrupted, damaged or missing. ``bytes`` are those of its files, ``seconds`` those of all its
-    attempts.
+    interrupted, running, damaged or missing; ``writer`` is the process at work, if any. ``bytes``
+    are those of its files, ``seconds`` those of all its attempts.
     """
     faults: list[dict[str, str]] = []
+    writer = writer_of(root)
     stages = [_stage(root / kind, kind, deep, faults) for kind in STAGES]
+    for stage in stages:
+        if writer is not None and stage["state"] == "interrupted":
+            stage |= {"state": "running", "why": ""}
     report = root / PAGE
     return {
         "path": str(root),
         "kind": "run",
+        "writer": writer,
         "checked": "every hash" if deep else "presence and sizes",
         "report": str(report) if report.is_file() else None,
         "stages": stages,
@@ -109,7 +114,8 @@ def show_run(found: dict[str, Any], console: Console) -> None:
     for name in ("stage", "state", "when", "bytes", "holds"):
         table.add_column(name, justify="right" if name == "bytes" else "left", overflow="fold")
     for stage in found["stages"]:
-        counts = ", ".join(f"{name} {n:,}" for name, n in stage.get("counts", {}).items())
+        held = stage.get("counts", {})
+        counts = ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in held.items())
         table.add_row(
             stage["kind"],
             Text(stage["state"]),
@@ -120,6 +126,7 @@ def show_run(found: dict[str, Any], console: Console) -> None:
     console.print(table)
     pages = [found["report"], *(stage["report"] for stage in found["stages"])]
     told = [("report", page) for page in pages if page]
+    told += [("at work", found["writer"])] if found["writer"] else []
     told += [("older", f"{found['path']}/{name}") for name in found["previous"]]
     told.append(("checked", found["checked"]))
     told.append(("settings", "dspark run RECIPE --plan says whether a stage is that of a recipe"))
