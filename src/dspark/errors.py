@@ -56,6 +56,10 @@ class ForeignArtifactError(ArtifactError):
     """A folder of another kind, another schema version or another program."""
 
 
+class BusyError(DSparkError):
+    """Another process is writing into this folder; ``found`` names it."""
+
+
 class CheckpointError(DSparkError):
     """Draft weights or config.json that do not make a sound draft."""
 

@@ -13,7 +13,13 @@ import pytest
 from made_run import made_bench, made_pieces, made_run
 
 from dspark.bench.curves import Training
-from dspark.bench.report import duration, find_contradictions, render_report, write_report
+from dspark.bench.report import (
+    duration,
+    find_contradictions,
+    largest_gap,
+    render_report,
+    write_report,
+)
 from dspark.bench.results import Bench, Lineage, Summary
 from dspark.errors import ArtifactError, MissingArtifactError, MissingDependencyError
 
@@ -183,6 +189,26 @@ def test_sample_keeps_every_token_and_marks_it_by_more_than_colour(page_text: st
     assert "".join(p["text"] for p in made_pieces()) in page.text
     for style in ("solid", "double", "wavy"):
         assert f"text-decoration-style: {style}" in page_text
+
+
+def test_the_gap_of_estimate_and_decoding_is_that_of_the_pages_own_figures(page_text: str) -> None:
+    slots = [(0.0, [0.9, 0.5], [0.8, 0.75]), (1.0, [0.7, 0.4], None)]
+    assert largest_gap(slots) == (0.25, 0.0, 2)
+    assert largest_gap(slots[1:]) is None
+    value = r'<data value="([0-9.]+)">'
+    gap = re.search(
+        rf"at most {value}[0-9.]+</data> apart \(T&nbsp;=&nbsp;([0-9.]+), slot ([0-9]+)\)",
+        page_text,
+    )
+    assert gap is not None
+    shown: dict[str, dict[str, list[float]]] = {}
+    for temperature, which, cells in re.findall(
+        r'<th scope="row">T&nbsp;=&nbsp;([0-9.]+), (real|training).*?</th>(.*?)</tr>', page_text
+    ):
+        numbers = [float(x) for x in re.findall(value, cells)]
+        shown.setdefault(temperature, {})[which] = numbers
+    own, slot = shown[gap[2]], int(gap[3]) - 1
+    assert abs(own["real"][slot] - own["training"][slot]) == pytest.approx(float(gap[1]))
 
 
 def test_plots_are_named_for_those_who_cannot_see_them_and_follow_the_theme(page_text: str) -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import io
+import shutil
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from conftest import dspark
+from dspark.artifacts import Kind, read_manifest
+from dspark.artifacts.record import StageRecord, write_record
 from dspark.checkpoint.published import read_config
 from dspark.checkpoint.sizes import read_sizes
 from dspark.checkpoint.source import find_target
 from dspark.checkpoint.target import load_target
-from dspark.cli.bounds import REPORT, BenchLoad, draft_sizes
+from dspark.cli.bounds import REPORT, BenchLoad, Need, draft_sizes
 from dspark.cli.console import Screen
 from dspark.cli.context import RunContext
-from dspark.cli.plan import plan_of, shown_bytes
+from dspark.cli.figures import shown_bytes, shown_time
+from dspark.cli.plan import plan_of, plan_table, print_plan
+from dspark.cli.plan_state import standings
 from dspark.config.load import load_recipe
 from dspark.config.recipe import BenchSection, TargetSection
 from dspark.errors import DSparkError, TargetError
@@ -154,7 +160,87 @@ def test_decodings_count_what_a_bench_does() -> None:
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2e15, "2000.0 TB"), (3e9, "3.0 GB")],
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1500, "1.5 kB"),
+        (2e15, "2.0 PB"),
+        (2e21, "2000.0 EB"),
+        (3e9, "3.0 GB"),
+    ],
 )
 def test_bytes_are_shown_with_a_unit(value: float, shown: str) -> None:
     assert shown_bytes(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0, "0.0 s"), (90, "1.5 min"), (7200, "2.0 h"), (86400 * 9, "9.0 days"),
+     (28527539 * 60, "54.2 years"), (1e15, "31,688,087.8 years")],
+)  # fmt: skip
+def test_times_are_shown_with_a_unit(seconds: float, shown: str) -> None:
+    assert shown_time(seconds) == shown
+
+
+@pytest.mark.parametrize("columns", [80, 50])
+def test_a_plan_never_cuts_a_number(columns: int) -> None:
+    """Prompts and times of a large run, at the width of a terminal and far below it."""
+    need = Need(14_336_000, 987 * 10**15, 1234 * 10**12, 25 * 10**13, 28527539 * 60)
+    kinds: tuple[Kind, ...] = ("prompts", "answers", "states", "draft", "bench")
+    table = plan_table("large", dict.fromkeys(kinds, need), dict.fromkeys(kinds, "resume"))
+    text = io.StringIO()
+    Console(file=text, width=columns).print(table)
+    page = text.getvalue()
+    assert "…" not in page
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in page.splitlines()]
+    cells = [
+        "".join(column) for column in zip(*[row for row in rows if len(row) == 7], strict=True)
+    ]
+    assert cells[1].count("14,336,000") == 5
+    assert cells[5].replace(" ", "").count("54.2years") == 5
+    if columns == 80:
+        assert page.count("14,336,000") == page.count("54.2 years") == 5
+
+
+def marked(run: RunContext) -> dict[Kind, str]:
+    return {kind: stand.state for kind, stand in standings(run).items()}
+
+
+def test_a_plan_says_what_is_finished_resumed_or_made_anew(
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, copy = tiny_run.parent / "tiny.yaml", tmp_path / "run"
+    assert set(marked(planned(recipe)).values()) == {"done"}
+    shutil.copytree(tiny_run, copy)
+    here = f"output={copy}"
+    before = sorted(path for path in copy.rglob("*"))
+    changed = planned(recipe, here, "train.learning_rate=1e-3")
+    found = standings(changed)
+    assert marked(changed) == {
+        "prompts": "done", "answers": "done", "states": "done", "draft": "anew", "bench": "anew",
+    }  # fmt: skip
+    assert found["draft"].why.startswith("changed: train.learning_rate; ")
+    assert "draft.previous-N" in found["draft"].why
+    assert found["bench"].why.startswith("draft first; ")
+    (copy / "draft" / "manifest.json").unlink()
+    manifest = read_manifest(tiny_run / "draft")
+    record = StageRecord(fingerprint=manifest.fingerprint, config=manifest.config)
+    write_record(copy / "draft", record)
+    shutil.rmtree(copy / "bench")
+    states = marked(planned(recipe, here))
+    assert (states["draft"], states["bench"]) == ("resume", "new")
+    print_plan(RunContext(load_recipe(recipe, [here]), ""), None)
+    page = " ".join(capsys.readouterr().out.split())
+    assert "draft interrupted, goes on where it was" in page
+    assert "states finished, skipped" in page
+    assert f"Writes {copy}/prompts" in page
+    (copy / "draft" / "stage.json").unlink()
+    shutil.copytree(tiny_run / "bench", copy / "bench")
+    (copy / "draft" / "manifest.json").write_text((tiny_run / "draft/manifest.json").read_text())
+    assert sorted(path for path in copy.rglob("*")) == before, "a plan changes nothing"
+
+
+def test_a_plan_without_the_target_at_hand_says_that_it_cannot_compare(tiny_run: Path) -> None:
+    found = standings(planned(tiny_run.parent / "tiny.yaml", "target.source=nobody/nothing"))
+    assert {stand.state for stand in found.values()} == {"?"}
+    assert "target" in found["prompts"].why

@@ -39,6 +39,22 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     return prompts, write(tmp_path / "eval.jsonl", [{"task_id": "bus", "prompt": EVAL}])
 
 
+def test_files_without_a_usable_row_are_told_in_the_verbs_own_words(tmp_path: Path) -> None:
+    rows = write(tmp_path / "in.jsonl", [{"unknown": 1}, {"question": "x"}])
+    done = dspark("prompts", "--input", str(rows), "--out", str(tmp_path / "out"))
+    told = " ".join(done.stderr.split())
+    assert done.returncode == 1
+    for word in ("messages", "conversations", "input_ids", "--input", "keys ['unknown']"):
+        assert word in told
+    assert "prompts.max_prompt_tokens" not in told
+    (tmp_path / "in.jsonl").write_text('{"prompt": "fine"}\n{"prompt": NaN}\n')
+    done = dspark("prompts", "--input", str(rows), "--out", str(tmp_path / "out"))
+    told = " ".join(done.stderr.split())
+    assert done.returncode == 1
+    assert "line 2" in told
+    assert "NaN, which is not JSON" in told
+
+
 def test_files_by_name_are_filtered_and_reported(files: tuple[Path, Path], tmp_path: Path) -> None:
     prompts, against = files
     out = tmp_path / "out"

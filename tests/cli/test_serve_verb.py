@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx2
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
@@ -59,6 +60,25 @@ def test_the_banner_says_what_was_detected_and_what_is_not_used(process: Process
         "nothing to compare with",
     ):  # fmt: skip
         assert expected in process.told, f"{expected!r} is not in:\n{process.told}"
+
+
+def test_a_server_that_is_ready_has_counted_nothing_of_its_probe(process: Process) -> None:
+    assert "probe" in process.told
+    headers = {"Authorization": "Bearer from-the-environment"}
+    stats = httpx2.get(f"{process.base}/debug/mtp_stats", headers=headers).json()
+    assert stats["enabled"]
+    for name in ("total_draft_tokens", "total_accepted_tokens", "total_steps"):
+        assert stats[name] == 0, name
+    page = httpx2.get(f"{process.base}/metrics", headers=headers).text
+    counted = [
+        sample
+        for family in text_string_to_metric_families(page)
+        if family.type == "counter"
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    ]
+    assert len(counted) > 10
+    assert [sample.name for sample in counted if sample.value] == []
 
 
 def test_options_reach_the_engine(process: Process) -> None:
@@ -112,7 +132,13 @@ def test_the_plan_prints_memory_and_capacity_and_loads_nothing(
     assert "nothing was run" in out
     assert "context" in out
     assert run(*words(made_pair, "--plan", "--max-model-len", "9999")) == 2
-    assert "max_context" in capsys.readouterr().err
+    told = " ".join(capsys.readouterr().err.split())
+    assert "--max-model-len" in told
+    assert "max_context" not in told, "a recipe's key, and there is no recipe"
+    assert run(*words(made_pair, "--max-model-len", "9999", "--port", "0")) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "Set --max-model-len to" in told
+    assert "max_context" not in told
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,11 @@ A stage reads like this::
             finish(folder, manifest.model_copy(update={"counts": done.counts}), watch)
 
 ``storage`` writes whole files, ``manifest`` reads and checks, ``stage`` is the life of a folder,
-``record`` its ``stage.json``, ``made`` what is known about how it came to be, and ``changes`` says
-why old work is not current.
+``record`` its ``stage.json``, ``lock`` keeps two writers apart, ``made`` is what is known about how
+it came to be, and ``changes`` says why old work is not current.
 """
 
+from dspark.artifacts.lock import artifact_lock, run_lock, writer_of
 from dspark.artifacts.made import Attempt, Made, Origin, Stopwatch
 from dspark.artifacts.manifest import (
     MANIFEST,
@@ -41,12 +42,21 @@ from dspark.artifacts.manifest import (
     verify,
 )
 from dspark.artifacts.record import SCHEMA_VERSION, STAGE, Done
-from dspark.artifacts.stage import attempt, begin, complete, completed, finish, is_current
+from dspark.artifacts.stage import (
+    attempt,
+    begin,
+    complete,
+    completed,
+    finish,
+    is_current,
+    outlook,
+)
 from dspark.artifacts.storage import (
     atomic_file,
     atomic_folder,
     atomic_json,
     atomic_write,
+    require_free,
     sha256_file,
     storage_guard,
 )
@@ -64,6 +74,7 @@ __all__ = [
     "Origin",
     "Parent",
     "Stopwatch",
+    "artifact_lock",
     "atomic_file",
     "atomic_folder",
     "atomic_json",
@@ -78,9 +89,13 @@ __all__ = [
     "lineage",
     "made_from",
     "new_manifest",
+    "outlook",
     "parent_of",
     "read_manifest",
+    "require_free",
+    "run_lock",
     "sha256_file",
     "storage_guard",
     "verify",
+    "writer_of",
 ]

@@ -4,7 +4,7 @@ Whether work is still current is decided by its *fingerprint*: a hash over the k
 version, the configuration and the parents' manifests. The same fingerprint means "resume" or
 "nothing to do"; another one moves the old folder aside to ``NAME.previous-N``. Nothing a user made
 is deleted, and a folder that dspark did not write is refused, not moved. One process works on one
-folder at a time; there is no lock.
+folder at a time (``dspark.artifacts.lock``).
 
 Hashing gigabytes takes a while, so a stage says that its work is *complete* before it is sealed:
 killed in between, it is sealed the next time and nothing is done again. Working files (a training
@@ -19,7 +19,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dspark.artifacts.changes import reason
 from dspark.artifacts.made import Stopwatch, killed, made_of
@@ -50,6 +50,7 @@ from dspark.errors import (
 )
 
 OnMove = Callable[[Path, str], None]
+Outlook = Literal["finished", "resumed", "anew", "new"]
 
 
 def is_current(folder: str | Path, fingerprint: str) -> bool:
@@ -58,12 +59,8 @@ def is_current(folder: str | Path, fingerprint: str) -> bool:
     Working files that a process killed behind its manifest left are removed on the way.
     """
     folder = Path(folder)
-    try:
-        manifest = read_manifest(folder)
-        check_files(folder, manifest, deep=False)
-    except ArtifactError:
-        return False
-    if manifest.fingerprint != fingerprint:
+    manifest = _whole(folder, fingerprint)
+    if manifest is None:
         return False
     record = read_record(folder)
     if record is not None and record.fingerprint == fingerprint:
@@ -71,6 +68,24 @@ def is_current(folder: str | Path, fingerprint: str) -> bool:
         with contextlib.suppress(OSError):
             _remove_working(folder, record, manifest)
     return True
+
+
+def outlook(folder: str | Path, wanted: Manifest) -> tuple[Outlook, str]:
+    """What the stage that makes ``wanted`` would find here, and for old work the reason why it is
+    not current; nothing is changed.
+
+    Raises:
+        ForeignArtifactError: the folder holds files that dspark did not write.
+    """
+    real = Path(os.path.realpath(folder))
+    if _whole(real, wanted.fingerprint) is not None:
+        return "finished", ""
+    if _resumes(real, wanted.fingerprint):
+        return "resumed", ""
+    if not _entries(real):
+        return "new", ""
+    _refuse_unknown(real)
+    return "anew", reason(real, wanted)
 
 
 def begin(
@@ -208,6 +223,15 @@ def finish(folder: str | Path, manifest: Manifest, watch: Stopwatch | None = Non
         atomic_json(folder / MANIFEST, whole.model_dump(mode="json"))
         _remove_working(folder, record, whole)
     return whole
+
+
+def _whole(folder: Path, fingerprint: str) -> Manifest | None:
+    try:
+        manifest = read_manifest(folder)
+        check_files(folder, manifest, deep=False)
+    except ArtifactError:
+        return None
+    return manifest if manifest.fingerprint == fingerprint else None
 
 
 def _begun(folder: Path) -> StageRecord:

@@ -60,6 +60,7 @@ def render_report(
     _same_block_size(summary, bench, training)
     last = training.evals[-1] if training and training.evals else None
     real = _pooled_slots(bench)
+    slots = [(t, real[t], plots.slot_estimate(t, last)) for t in sorted(real)]
     context: dict[str, Any] = {
         "summary": summary,
         "bench": bench,
@@ -77,9 +78,23 @@ def render_report(
         "gradient_plots": plots.gradient_plots(training) if training else [],
         "slot_plots": plots.slot_plots(real, last),
         "prompt_plots": plots.prompt_plots(bench),
-        "slots": [(t, real[t], plots.slot_estimate(t, last)) for t in sorted(real)],
+        "slots": slots,
+        "apart": largest_gap(slots),
     }
     return _environment().get_template("report.html.j2").render(context)
+
+
+def largest_gap(
+    slots: Sequence[tuple[float, Sequence[float], Sequence[float] | None]],
+) -> tuple[float, float, int] | None:
+    """Where training's estimate and real decoding are furthest apart: by how much, at which
+    temperature, in which slot (from 1). None without an estimate."""
+    gaps = [
+        (abs(one - other), temperature, slot)
+        for temperature, real, estimate in slots
+        for slot, (one, other) in enumerate(zip(real, estimate or (), strict=False), start=1)
+    ]
+    return max(gaps, default=None)
 
 
 def write_report(run_dir: Path) -> Path:

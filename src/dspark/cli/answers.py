@@ -25,8 +25,10 @@ from dspark.artifacts import (
     new_manifest,
     parent_of,
     read_manifest,
+    run_lock,
 )
 from dspark.cli.console import Screen
+from dspark.cli.figures import figures_table, shown_bytes
 from dspark.cli.prompts import data_origin, prompts_manifest
 from dspark.cli.task_items import task_items
 from dspark.config.answers import RegenerateSection
@@ -53,6 +55,7 @@ def run_regenerate_verb(
         ConfigError: a recipe that names nobody who answers.
         MissingArtifactError: its prompts are not made.
         EndpointError: a server that is not there or does not tell the truth.
+        BusyError: another process writes into the recipe's folder.
     """
     recipe = load_prompts_recipe(path, overrides)
     if isinstance(recipe, Recipe):
@@ -70,7 +73,8 @@ def run_regenerate_verb(
         if plan:
             screen.console.print(_plan(recipe, recipe.regenerate))
         else:
-            make_answers(recipe, recipe.regenerate, screen)
+            with run_lock(recipe.output):
+                make_answers(recipe, recipe.regenerate, screen)
     except KeyboardInterrupt:
         typer.echo("\nInterrupted. Run the same command again to resume.", err=True)
         raise typer.Exit(130) from None
@@ -161,14 +165,13 @@ def _plan(recipe: DataRecipe, section: RegenerateSection) -> Table:
         turns += min(1 + len(prompt.later_turns), section.turns)
     each = recipe.prompts.max_prompt_tokens + section.most_new_tokens()
     tokens = turns * section.most_new_tokens()
-    table = Table(title=f"plan of {recipe.name}: nothing was run", title_justify="left")
-    for name in ("prompts", "requests", "generated tokens", "on disk", "at once"):
-        table.add_column(name, justify="right")
+    names = ("prompts", "requests", "generated tokens", "on disk", "at once")
+    table = figures_table(f"plan of {recipe.name}: nothing was run", names)
     table.add_row(
         f"{prompts:,}",
         f"{turns:,}",
         f"{tokens:,}",
-        f"{2 * turns * each * BYTES_PER_TOKEN / 1e9:.2f} GB",
+        shown_bytes(2 * turns * each * BYTES_PER_TOKEN),
         f"{sum(e.concurrency for e in section.endpoints)}",
     )
     table.caption = f"Upper bounds, while it runs. Writes {Path(recipe.output) / 'answers'}."

@@ -7,7 +7,11 @@ from pathlib import Path
 from dspark.checkpoint.published import read_config
 from dspark.checkpoint.target import LoadedTarget, load_target
 from dspark.cli.console import Screen
+from dspark.cli.naming import options_named
 from dspark.pairing import check_pair, target_section
+
+# There is no recipe here: the draft itself records the context it was made with.
+NAMES = {"target.max_context": "target_max_context in the draft's config.json"}
 
 
 def load_target_of(
@@ -27,7 +31,7 @@ def load_target_of(
         config, _ = read_config(folder)
         longest = max(section.max_context, min(max_context, config.max_position_embeddings))
         section = section.model_copy(update={"max_context": longest})
-    with screen.bar(f"loading {section.source}", None):
+    with options_named(NAMES), screen.bar(f"loading {section.source}", None):
         target = load_target(section)
     check_pair(folder, target, lambda text: screen.stage("warning", text), named=other is not None)
     return target

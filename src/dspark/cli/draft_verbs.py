@@ -105,7 +105,9 @@ def export(
 
 @verbs.command()
 def quantize(
-    first: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A draft in float.")],
+    first: Annotated[
+        Path, typer.Argument(metavar="DRAFT|RUN", help="A draft in float, or its run.")
+    ],
     second: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder for the FP8 draft.")],
     recipe: Annotated[
         str, typer.Option(help="phase1, or phase2: also the path of the context rows.")
@@ -151,7 +153,7 @@ def quantize(
 @verbs.command()
 def inspect(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A recipe, an artifact or a draft checkpoint.")
+        Path, typer.Argument(metavar="PATH", help="A recipe, a run, an artifact or a draft.")
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
     deep: Annotated[
@@ -181,7 +183,9 @@ def inspect(
 
 @verbs.command()
 def doctor(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A draft checkpoint folder.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="DRAFT|RUN", help="A draft checkpoint folder, or a run's.")
+    ],
     target: Annotated[
         str | None,
         typer.Option(help="The target: a folder, .gguf, package: or hub id; adds live checks."),
@@ -197,6 +201,9 @@ def doctor(
     """Examine a draft: files, conventions, and how it drafts beside its target."""
     from rich.console import Console
 
+    from dspark.cli.places import folder_to_examine
+
+    path = folder_to_examine(path)
     from dspark.cli.console import Screen
     from dspark.cli.doctor import chosen_engines, examine
     from dspark.cli.doctor_table import show

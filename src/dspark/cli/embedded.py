@@ -27,8 +27,9 @@ from dspark.cli.doctor_target import (
     held_out_prompts,
     probe_prompts,
 )
+from dspark.cli.naming import options_named
 from dspark.cli.serve import served_draft
-from dspark.cli.serve_options import ServeOptions
+from dspark.cli.serve_options import NAMES, ServeOptions
 from dspark.cli.speculation import engine_options, read_speculation
 from dspark.decoding.request import Generation
 from dspark.doctor.findings import Check
@@ -68,7 +69,11 @@ def serve_embedded(options: ServeOptions) -> None:
         options.max_num_seqs, options.cache_gib, config.block_size, found, options.scheduler
     )
     link = take_port(options.host, options.port)
-    with screen.bar("loading target and draft", None), warnings.catch_warnings(record=True) as told:
+    with (
+        options_named(NAMES),
+        screen.bar("loading target and draft", None),
+        warnings.catch_warnings(record=True) as told,
+    ):
         warnings.simplefilter("always", UserWarning)
         engine = Engine(
             options.target, options.draft, options=made, max_context=options.max_model_len

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from dspark import __version__
-from dspark.artifacts import MANIFEST, made_from, read_manifest
+from dspark.artifacts import MANIFEST, made_from, read_manifest, require_free
 from dspark.bench.results import Summary
 from dspark.cli.console import Screen
+from dspark.cli.figures import shown_bytes
+from dspark.cli.places import draft_folder
 from dspark.config.architecture import Flavour
-from dspark.errors import ArtifactError, CheckpointError
+from dspark.errors import ArtifactError
 
 if TYPE_CHECKING:
     import torch
@@ -39,19 +41,21 @@ def export_draft(
         StorageError: not enough room, or not writable.
         ForeignArtifactError: ``out`` holds something.
     """
+    folder = draft_folder(source)
+    if not plan:
+        require_free(out)  # before anything slow
     import torch
 
     from dspark.checkpoint.card import model_card
     from dspark.checkpoint.export import open_export, write_export
 
     screen = Screen()
-    folder = draft_folder(source)
     found = open_export(folder, to)
     kind = None if dtype is None else getattr(torch, dtype)
     figures = figures_of(folder, screen)
     count, total = _sizes(found, kind, slim=slim)
     name = str(kind or found.stored).removeprefix("torch.")
-    screen.stage("draft", f"{folder}: {count} tensors, {total / 1e9:.2f} GB in {name}")
+    screen.stage("draft", f"{folder}: {count} tensors, {shown_bytes(total)} in {name}")
     screen.stage("figures", f"{len(figures.rows)} measured rows" if figures else "none measured")
     if plan:
         screen.console.print(Text(f"would write {out}; nothing was written"))
@@ -102,23 +106,6 @@ def _told(found: Exportable, figures: Figures | None) -> dict[str, Any]:
         expected = found.provenance.get("expected_acceptance", {})
         told["expected_acceptance"] = {**expected, "measured": figures.rows}
     return told
-
-
-def draft_folder(source: Path) -> Path:
-    """The draft's folder, whether a run or the draft itself was named.
-
-    Raises:
-        CheckpointError: neither.
-    """
-    for folder in (source, source / "draft"):
-        if (folder / "config.json").is_file():
-            return folder
-    raise CheckpointError(
-        expected="a run with a finished draft, or a draft folder",
-        found="no config.json" if source.is_dir() else "no such folder",
-        where=str(source),
-        fix="Name a run's folder after training, or the folder that holds config.json.",
-    )
 
 
 def figures_of(folder: Path, screen: Screen) -> Figures | None:

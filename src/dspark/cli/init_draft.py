@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.text import Text
 
 from dspark import __version__
+from dspark.artifacts import require_free
 from dspark.cli.context import RunContext
+from dspark.cli.figures import shown_bytes
 from dspark.config.load import load_recipe
 from dspark.config.resolve import draft_config
 
@@ -39,6 +41,8 @@ def init_draft(
         ForeignArtifactError: ``out`` holds something.
         TargetError: ``embedding`` "target", and it cannot be had.
     """
+    if not plan:
+        require_free(out)  # before anything slow
     import torch
 
     from dspark.checkpoint.layout import parameters, tensor_shapes
@@ -50,7 +54,7 @@ def init_draft(
     total = parameters(shapes) * kind.itemsize
     screen = run.screen
     sizes = (
-        f"{len(shapes)} tensors, {parameters(shapes):,} parameters, {total / 1e9:.2f} GB {dtype}"
+        f"{len(shapes)} tensors, {parameters(shapes):,} parameters, {shown_bytes(total)} in {dtype}"
     )
     screen.stage("draft", sizes)
     if plan:

@@ -1,4 +1,4 @@
-"""``dspark inspect``: what lies at a path. A recipe, an artifact, or a draft checkpoint of anyone.
+"""``dspark inspect``: what lies at a path. A recipe, a run, an artifact, or anyone's draft.
 
 The description is one JSON object; the tables print what is in it. Paths and names come from
 outside and are printed as they are, never read as markup.
@@ -17,6 +17,7 @@ from rich.text import Text
 
 from dspark.artifacts import MANIFEST, STAGE, lineage, verify
 from dspark.cli.console import Screen, print_fault
+from dspark.cli.places import CONFIG, is_run
 from dspark.errors import ArtifactError, ConfigError
 
 FIGURES = (
@@ -42,18 +43,27 @@ def describe(path: Path, *, deep: bool, screen: Screen | None = None) -> dict[st
         return describe_recipe(path)
     if not path.is_dir():
         raise ConfigError(
-            expected="a recipe (.yaml), an artifact folder or a draft checkpoint folder",
+            expected="a recipe (.yaml), or the folder of a run, an artifact or a draft",
             found="another file" if path.exists() else "nothing at this path",
             where=str(path),
             fix="Check the path; a checkpoint is named by its folder.",
         )
     if (path / MANIFEST).exists() or (path / STAGE).exists():
         return _describe_artifact(path, deep=deep, screen=screen)
+    if is_run(path) and not (path / CONFIG).exists():
+        from dspark.cli.inspect_run import describe_run
+
+        return describe_run(path, deep=deep)
     from dspark.cli.inspect_draft import describe_checkpoint, is_checkpoint
 
     if is_checkpoint(path):
         return describe_checkpoint(path, deep=deep, screen=screen)
-    return _describe_artifact(path, deep=deep, screen=screen)
+    raise ConfigError(
+        expected="an artifact, a run's folder, a draft checkpoint or a recipe (.yaml)",
+        found="a folder that is neither: no manifest.json, no stages, no config.json",
+        where=str(path),
+        fix="Name a run's output folder, one of its stages, or the folder of a draft.",
+    )
 
 
 def _describe_artifact(path: Path, *, deep: bool, screen: Screen | None) -> dict[str, Any]:
@@ -82,6 +92,11 @@ def inspect_path(path: Path, *, as_json: bool, deep: bool) -> bool:
         return not found.get("faults")
     console = Console(soft_wrap=True)
     found = describe(path, deep=deep, screen=Screen(console))
+    if found["kind"] == "run":
+        from dspark.cli.inspect_run import show_run
+
+        show_run(found, console)
+        return _without_faults(found, console)
     tables = [_facts(found, deep)]
     if found.get("modules"):
         modules = [(m["name"], f"{m['tensors']}", f"{m['parameters']:,}") for m in found["modules"]]
@@ -97,6 +112,10 @@ def inspect_path(path: Path, *, as_json: bool, deep: bool) -> bool:
         tables.append(_table("lineage, nearest first", columns, parents))
     for table in tables:
         console.print(table)
+    return _without_faults(found, console)
+
+
+def _without_faults(found: dict[str, Any], console: Console) -> bool:
     for fault in found.get("faults", []):
         print_fault(console, "Fault", **fault)
     return not found.get("faults")

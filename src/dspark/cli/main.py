@@ -123,7 +123,8 @@ def prompts(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Make the prompts: recognise, filter, remove duplicates, decontaminate, report."""
-    from dspark.cli.prompts import Loose, run_prompts_verb
+    from dspark.cli.loose_prompts import Loose
+    from dspark.cli.prompts import run_prompts_verb
 
     loose = Loose(
         inputs=tuple(input or ()),
@@ -211,11 +212,15 @@ def bench(
     ] = False,
 ) -> None:
     """Measure acceptance, identity and speed: a run's prompts, your own, or a suite."""
+    from dspark.cli.places import draft_folder, drafts_in
+
+    given = drafts_in(arguments or (), "bench")
+    checkpoint = None if checkpoint is None else draft_folder(checkpoint)
     from dspark.cli.bench_verb import BenchOptions, run_bench
 
     run_bench(
         BenchOptions(
-            tuple(arguments or ()), plan, prompts, suite, tuple(task or ()), long, base_url, model,
+            tuple(given), plan, prompts, suite, tuple(task or ()), long, base_url, model,
             checkpoint, data, out, page, target, as_json,
         ),
         lambda path, values: _stages(path, values, plan, "bench"),

@@ -8,6 +8,7 @@ aside. What a stage does lives in ``dspark.cli.stages``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from dspark.artifacts import (
     new_manifest,
     parent_of,
     read_manifest,
+    run_lock,
     verify,
 )
 from dspark.cli.context import LEFT_OUT, RunContext, StageResult
@@ -107,10 +109,10 @@ def run_stages(run: RunContext, last: Kind | None, *, only: bool) -> None:
 
     Raises:
         MissingArtifactError: ``only``, and an earlier stage is unfinished (names the verb).
+        BusyError: another process writes into the run's folder.
     """
     # Modes that could not be exact are refused before hours of work, not after.
-    recipe = run.recipe
-    bench = recipe.bench
+    bench = run.recipe.bench
     for temperature in bench.temperatures:
         check_modes(bench.verification, bench.draft_sample_method, temperature)
     if run.ranks > 1 and not (only and last == "draft"):
@@ -120,8 +122,14 @@ def run_stages(run: RunContext, last: Kind | None, *, only: bool) -> None:
             where="dspark run" if last is None else f"dspark {VERBS.get(last, last)}",
             fix="Make the other stages with one process, then `torchrun ... -m dspark train`.",
         )
+    # The first rank keeps the folder; the others help it.
+    with run_lock(run.root) if run.leads else nullcontext():
+        _run_in_order(run, last, only=only)
+
+
+def _run_in_order(run: RunContext, last: Kind | None, *, only: bool) -> None:
     wanted = ORDER if last is None else ORDER[: ORDER.index(last) + 1]
-    left_out = LEFT_OUT[recipe.train.mode]
+    left_out = LEFT_OUT[run.recipe.train.mode]
     for kind in wanted:
         if kind in left_out and kind != last:
             continue
@@ -153,7 +161,7 @@ def _require(run: RunContext, kind: Kind) -> None:
         raise MissingArtifactError(
             expected=error.expected, found=error.found, where=error.where, fix=fix
         ) from error
-    wanted = new_manifest(kind, config_of(run, kind), _parents(run, kind)).fingerprint
+    wanted = new_manifest(kind, config_of(run, kind), parents_of(run, kind)).fingerprint
     found = read_manifest(folder, kind).fingerprint
     if found != wanted:
         raise MissingArtifactError(
@@ -164,21 +172,25 @@ def _require(run: RunContext, kind: Kind) -> None:
         )
 
 
-def _parents(run: RunContext, kind: Kind) -> list[Parent]:
-    parents = (run.data_kind,) if kind == "draft" else PARENTS[kind]
-    return [parent_of(run.folder(p), p, run.folder(kind)) for p in parents]
+def parent_kinds(run: RunContext, kind: Kind) -> tuple[Kind, ...]:
+    """What a stage is made from in the recipe's mode of training."""
+    return (run.data_kind,) if kind == "draft" else PARENTS[kind]
+
+
+def parents_of(run: RunContext, kind: Kind) -> list[Parent]:
+    """The finished artifacts that a stage is made from. Raises as :func:`parent_of`."""
+    return [parent_of(run.folder(p), p, run.folder(kind)) for p in parent_kinds(run, kind)]
 
 
 def _run_stage(
     run: RunContext, kind: Kind, runner: Callable[[RunContext, Path], StageResult]
 ) -> None:
     folder = run.folder(kind)
-    manifest = new_manifest(kind, config_of(run, kind), _parents(run, kind))
+    manifest = new_manifest(kind, config_of(run, kind), parents_of(run, kind))
     if is_current(folder, manifest.fingerprint):
         run.screen.stage(kind, f"finished before: {folder}")
         return
     if not run.leads:
-        # The first rank keeps the folder; the others help it.
         runner(run, folder)
         return
     watch = Stopwatch(run.origin, lambda: run.load_seconds)

@@ -7,6 +7,7 @@ prompt sources are read: no weights, and of a hub id only its ``config.json``.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.table import Table
@@ -27,6 +28,7 @@ from dspark.cli.bounds import (
 )
 from dspark.cli.console import Screen
 from dspark.cli.context import LEFT_OUT, RunContext
+from dspark.cli.figures import figures_table, shown_bytes, shown_time
 from dspark.config.prompts import FileSource, HubSource, PromptSource, SelfInstructSource
 from dspark.config.recipe import BenchSection, TargetSection
 from dspark.data.sources import usable_prompts
@@ -72,19 +74,22 @@ def _source_size(run: RunContext, source: PromptSource) -> tuple[int, int]:
 
 def print_plan(run: RunContext, only: Kind | None) -> None:
     """One row a stage; ``only`` that one. Raises as :func:`plan_of`."""
-    found = plan_of(run)
-    table = plan_table(
-        f"plan of {run.recipe.name}: nothing was run",
-        {
-            kind: need
-            for kind, need in found.items()
-            if only == kind or (only is None and kind not in LEFT_OUT[run.recipe.train.mode])
-        },
-        run.root,
-    )
-    run.screen.console.print(table)
+    from dspark.cli.plan_state import print_standings, standings
+
+    left_out = LEFT_OUT[run.recipe.train.mode]
+    needs = {
+        kind: need
+        for kind, need in plan_of(run).items()
+        if only == kind or (only is None and kind not in left_out)
+    }
+    found = {kind: stand for kind, stand in standings(run).items() if kind in needs}
+    console = run.screen.console
+    title = f"plan of {run.recipe.name}: nothing was run"
+    console.print(plan_table(title, needs, {kind: stand.state for kind, stand in found.items()}))
+    print_standings(found, console)
+    console.print(Text(f"Writes {run.root}/{', '.join(needs)}."), highlight=False, soft_wrap=True)
     prompt, answer = run.recipe.prompts.max_prompt_tokens, run.recipe.regenerate.max_new_tokens
-    run.screen.console.print(
+    console.print(
         f"Upper bounds: every prompt of {prompt} tokens, every answer of {answer}; working files "
         f"are gone when a stage is finished. {assumptions()}",
         highlight=False,
@@ -108,15 +113,14 @@ def print_draft_plan(
     load = BenchLoad(prompts=measured, categories=1, groups=1, tokens=length, fixed=0)
     weights = target_weights(sizes, target.dtype, ["float32"])
     need = bench_need(section, sizes, config, load, weights)
-    table = Table(title=Text(f"plan of a bench of {folder}: nothing was run"), title_justify="left")
-    for name in ("prompts", "left out", "decodings, both arms", "memory", "rough time"):
-        table.add_column(name, justify="right")
+    names = ("prompts", "left out", "decodings, both arms", "memory", "rough time")
+    table = figures_table(f"plan of a bench of {folder}: nothing was run", names)
     table.add_row(
         f"{measured:,}",
         f"{prompts - measured:,}",
         f"{need.rows:,}",
         shown_bytes(need.memory),
-        f"{need.seconds / 60:.1f} min",
+        shown_time(need.seconds),
     )
     screen.console.print(table)
     screen.console.print(
@@ -132,11 +136,10 @@ def assumptions() -> str:
     return f"Times assume {RATE / 1e9:.0f} Gflop/s a core on {os.cpu_count()} cores."
 
 
-def plan_table(title: str, needs: dict[Kind, Need], root: Path) -> Table:
-    """The bounds as a table; ``root`` is the folder that the stages' folders are in."""
-    table = Table(title=Text(title), title_justify="left")
-    for name in ("stage", "rows", "on disk", "working files", "memory", "rough time", "writes"):
-        table.add_column(name, justify="left" if name in {"stage", "writes"} else "right")
+def plan_table(title: str, needs: Mapping[Kind, Need], states: Mapping[Kind, str]) -> Table:
+    """The bounds as a table; ``states`` say what of the work is there already."""
+    names = ("stage", "rows", "on disk", "working files", "memory", "rough time", "now")
+    table = figures_table(title, names, ("stage", "now"))
     for kind, need in needs.items():
         table.add_row(
             kind,
@@ -144,16 +147,7 @@ def plan_table(title: str, needs: dict[Kind, Need], root: Path) -> Table:
             shown_bytes(need.disk),
             shown_bytes(need.working),
             shown_bytes(need.memory),
-            f"{need.seconds / 60:.1f} min",
-            Text(str(root / kind)),
+            shown_time(need.seconds),
+            states.get(kind, "new"),
         )
     return table
-
-
-def shown_bytes(value: float) -> str:
-    """Bytes with a decimal unit, as disks are sold: ``0 B``, ``1.5 MB``, ``2000.0 TB``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"

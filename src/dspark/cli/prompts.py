@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from pydantic import ValidationError
 from rich.markup import escape
 from rich.table import Table
 
@@ -20,6 +18,7 @@ from dspark.artifacts import (
     Manifest,
     Origin,
     Stopwatch,
+    artifact_lock,
     attempt,
     begin,
     complete,
@@ -27,23 +26,17 @@ from dspark.artifacts import (
     finish,
     is_current,
     new_manifest,
+    run_lock,
 )
 from dspark.artifacts.machine import cpu_name
 from dspark.cli.console import Screen
+from dspark.cli.figures import figures_table, shown_bytes, shown_time
+from dspark.cli.loose_prompts import NAMES, Loose, loose_recipe, refuse
+from dspark.cli.naming import options_named
 from dspark.cli.origin import command_line, marked_commit, versions
 from dspark.cli.task_items import task_items
 from dspark.config.load import load_prompts_recipe
-from dspark.config.prompts import (
-    FILL_IN,
-    Contamination,
-    FileSource,
-    FiltersSection,
-    HubSource,
-    NearDuplicates,
-    PromptsSection,
-    TokenizerSection,
-    TrafficSource,
-)
+from dspark.config.prompts import FILL_IN, FileSource, HubSource, TrafficSource
 from dspark.config.recipe import DataRecipe, Recipe
 from dspark.data.filters.evaluation import TaskItems
 from dspark.data.identity import section_identity
@@ -55,39 +48,10 @@ from dspark.data.self_instruct import working_files, write_all_turns
 from dspark.data.tokens import TokenizerTokens
 from dspark.errors import ConfigError
 
-CATEGORY = "general"
 BYTES_PER_ROW = 600  # of published conversation sets, for the plan
 ROWS_PER_SECOND = 7000  # all filters, one core of a server; benchmarks/results/prompt_filters.json
 MEMORY_PER_ROW = 350  # two thirds of it signatures, which are a memory map
 MEMORY = 250e6
-
-
-@dataclass(frozen=True)
-class Loose:
-    """What takes the place of a recipe."""
-
-    inputs: tuple[Path, ...]
-    traffic: tuple[Path, ...]
-    against: tuple[Path, ...]
-    tasks: tuple[str, ...]
-    data: Path | None
-    out: Path | None
-    tokenizer: str | None
-    scrub: str | None
-
-    def given(self) -> list[str]:
-        """The options that were used."""
-        values = {
-            "--input": self.inputs,
-            "--traffic": self.traffic,
-            "--against": self.against,
-            "--tasks": self.tasks,
-            "--data": self.data,
-            "--out": self.out,
-            "--tokenizer": self.tokenizer,
-            "--scrub": self.scrub,
-        }
-        return [name for name, value in values.items() if value]
 
 
 def run_prompts_verb(
@@ -107,7 +71,7 @@ def run_prompts_verb(
     """
     if path is not None:
         if loose.given():
-            _refuse(
+            refuse(
                 "a recipe, or files by name, but not both",
                 f"the recipe {path} and {', '.join(loose.given())}",
                 "Leave the recipe out, or write sources and filters into it.",
@@ -115,18 +79,22 @@ def run_prompts_verb(
         recipe = load_prompts_recipe(path, overrides)
         if isinstance(recipe, Recipe):
             if as_json:
-                _refuse("--json without a run's recipe", str(path), "Read its report.json instead.")
+                refuse("--json without a run's recipe", str(path), "Read its report.json instead.")
             run(path, list(overrides))
             return
         folder = Path(recipe.output) / "prompts"
     else:
-        recipe, folder = _loose_recipe(loose)
+        recipe, folder = loose_recipe(loose)
     _refuse_blanks(recipe)
     screen = Screen()
     if plan:
         screen.console.print(_plan(recipe, folder))
         return
-    report = make_data(recipe, folder, screen, quiet=as_json)
+    with (
+        options_named({} if path is not None else NAMES),
+        artifact_lock(folder) if path is None else run_lock(recipe.output),
+    ):
+        report = make_data(recipe, folder, screen, quiet=as_json)
     if as_json:
         print(report.model_dump_json(indent=2))
     else:
@@ -174,7 +142,7 @@ def _write_user_turns(recipe: DataRecipe, folder: Path, tokenizer: Any) -> None:
         return
     section = recipe.regenerate
     if section is None:
-        _refuse(
+        refuse(
             "regenerate.endpoints, whose target writes the prompts of kind self_instruct",
             "no section regenerate",
             "Add regenerate: {endpoints: [{url: http://HOST:8000/v1}]}.",
@@ -234,55 +202,6 @@ def data_origin() -> Origin:
     )
 
 
-def _loose_recipe(loose: Loose) -> tuple[DataRecipe, Path]:
-    if not loose.inputs and not loose.traffic:
-        _refuse(
-            "a recipe, or --input FILE --out DIR",
-            f"neither ({', '.join(loose.given()) or 'no option'})",
-            "For example: dspark prompts --input FILE --against EVAL_FILE --out DIR",
-        )
-    if loose.out is None:
-        _refuse("--out DIR", "no --out", "Name the folder to write.")
-    if loose.scrub is not None and not loose.traffic:
-        _refuse("--scrub with --traffic", "no --traffic", "Only logs of requests are scrubbed.")
-    sources: list[FileSource | TrafficSource] = [
-        FileSource(kind="file", path=str(path), category=CATEGORY, train="all")
-        for path in loose.inputs
-    ]
-    try:
-        sources += [
-            TrafficSource(
-                kind="traffic", path=str(path), train="all", scrub=loose.scrub or "default"
-            )
-            for path in loose.traffic
-        ]
-    except ValidationError as error:
-        raise ConfigError(
-            expected="default, none, or module:function",
-            found=repr(loose.scrub),
-            where="dspark prompts --scrub",
-            fix="Name a function as package.module:function.",
-        ) from error
-    section = PromptsSection(
-        sources=tuple(sources),
-        workload=tuple(dict.fromkeys(source.category for source in sources)),
-        filters=FiltersSection(
-            misshapen="drop",
-            near_duplicate=NearDuplicates(),
-            contamination=Contamination(
-                against=tuple(map(str, loose.against)),
-                tasks="all" if "all" in loose.tasks else loose.tasks,
-                data=None if loose.data is None else str(loose.data),
-            ),
-        ),
-    )
-    tokenizer = None if loose.tokenizer is None else TokenizerSection(source=loose.tokenizer)
-    return (
-        DataRecipe(name="prompts", output=str(loose.out), tokenizer=tokenizer, prompts=section),
-        loose.out,
-    )
-
-
 def _refuse_blanks(recipe: DataRecipe) -> None:
     blank = [
         f"prompts.sources.{number}.{key}"
@@ -300,25 +219,21 @@ def _refuse_blanks(recipe: DataRecipe) -> None:
         )
 
 
-def _refuse(expected: str, found: str, fix: str) -> NoReturn:
-    raise ConfigError(expected=expected, found=found, where="dspark prompts", fix=fix)
-
-
 def _plan(recipe: DataRecipe, folder: Path) -> Table:
     """Rough rows, bytes, memory and time, from the sizes of files and counts in the recipe."""
-    table = Table(title=f"plan of {recipe.name}: nothing was run", title_justify="left")
-    for name in ("source", "category", "rows, about", "to read"):
-        table.add_column(name, justify="left" if name in {"source", "category"} else "right")
+    left = ("source", "category")
+    title = f"plan of {recipe.name}: nothing was run"
+    table = figures_table(title, (*left, "rows, about", "to read"), left)
     total = 0.0
     for source in recipe.prompts.sources:
         rows, size = _estimate(source)
         total += rows or 0
         told = "not known" if rows is None else f"{rows:,.0f}"
         table.add_row(source_name(source), source.category, told, size)
-    memory = (MEMORY + total * MEMORY_PER_ROW) / 1e9
     table.caption = (
-        f"About {total * BYTES_PER_ROW * 2 / 1e9:.2f} GB on disk while it runs, {memory:.1f} GB of "
-        f"memory, {total / ROWS_PER_SECOND / 60:.1f} min without a tokenizer. Writes {folder}."
+        f"About {shown_bytes(total * BYTES_PER_ROW * 2)} on disk while it runs, "
+        f"{shown_bytes(MEMORY + total * MEMORY_PER_ROW)} of memory, "
+        f"{shown_time(total / ROWS_PER_SECOND)} without a tokenizer. Writes {folder}."
     )
     return table
 
@@ -326,7 +241,7 @@ def _plan(recipe: DataRecipe, folder: Path) -> Table:
 def _estimate(source: Any) -> tuple[float | None, str]:
     if isinstance(source, (FileSource, TrafficSource)):
         size = sum(file.stat().st_size for file in record_files(Path(source.path)))
-        return size / BYTES_PER_ROW, f"{size / 1e6:,.1f} MB"
+        return size / BYTES_PER_ROW, shown_bytes(size)
     train = getattr(source, "train", 0)
     return (None if train == "all" else float(train + source.held_out)), "-"
 

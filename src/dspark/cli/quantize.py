@@ -8,7 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.artifacts import require_free
 from dspark.cli.console import Screen
+from dspark.cli.figures import shown_bytes
+from dspark.cli.places import draft_folder
 from dspark.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,6 +34,9 @@ def quantize_checkpoint(
     Raises:
         DSparkError: see :func:`dspark.quantize.plan.make_plan`, :func:`dspark.quantize.convert`.
     """
+    source = draft_folder(source)
+    if not plan:
+        require_free(out)  # before anything slow
     from dspark.quantize.convert import quantize
     from dspark.quantize.plan import make_plan
 
@@ -40,8 +46,8 @@ def quantize_checkpoint(
     if screen is not None:
         sizes = (
             f"{planned['quantized_tensors']} of {planned['source_tensors']} tensors become FP8 in "
-            f"{planned['quantized_modules']} modules; {planned['source_bytes'] / 1e9:.2f} GB "
-            f"become {planned['bytes'] / 1e9:.2f} GB"
+            f"{planned['quantized_modules']} modules; "
+            f"{shown_bytes(planned['source_bytes'])} become {shown_bytes(planned['bytes'])}"
         )
         screen.stage(recipe, sizes)
     if plan:
@@ -59,6 +65,7 @@ def check_checkpoint(out: Path, source: Path, *, as_json: bool) -> None:
         DamagedArtifactError: it is not; names the place.
         DSparkError: ``source`` is no draft, or another one.
     """
+    source = draft_folder(source)
     from dspark.quantize.check import check, plan_of
 
     screen = None if as_json else Screen()

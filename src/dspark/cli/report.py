@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dspark.artifacts import Kind, Made, Manifest, atomic_json, lineage, read_manifest
+from dspark.artifacts import Made, Manifest, atomic_json, lineage, read_manifest
 from dspark.bench.report import write_report
 from dspark.bench.results import Lineage, LineageEntry, Summary
 from dspark.cli.context import LEFT_OUT
+from dspark.cli.places import STAGES
 
 if TYPE_CHECKING:
     from dspark.cli.context import RunContext
@@ -24,9 +25,6 @@ WORKLOADS = {
     "hub": "prompts of a hub data set",
     "traffic": "logged requests",
 }
-
-
-STAGES: tuple[Kind, ...] = ("prompts", "answers", "states", "draft", "bench")
 
 
 def write_report_files(run: RunContext) -> Path:

@@ -18,7 +18,9 @@ verbs = typer.Typer()
 
 @verbs.command()
 def serve(
-    checkpoint: Annotated[Path, typer.Argument(metavar="DRAFT", help="A draft folder.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="DRAFT|RUN", help="A draft folder, or its run.")
+    ],
     engine_args: told.EngineArgs = None,
     engine: told.EngineName = "embedded",
     target: told.Target = None,
@@ -43,6 +45,9 @@ def serve(
 
         show_scale(scale_plan(checkpoint), as_json=as_json)
         return
+    from dspark.cli.places import draft_folder
+
+    checkpoint = draft_folder(checkpoint)
     if engine != "embedded":
         from dspark.cli.serve import plan_serving, serve_in_vllm, show
 
@@ -99,13 +104,15 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Answer prompts with the embedded engine and print text and acceptance."""
-    from dspark.cli.generate import generate_text
-
     folders = [Path(a) for a in arguments or [] if "=" not in a]
     overrides = [a for a in arguments or [] if "=" in a]
     if len(folders) > 1 or not prompt:
         raise typer.BadParameter("one draft folder at most, and at least one --prompt")
-    draft = folders[0] if folders else None
+    from dspark.cli.places import draft_folder
+
+    draft = draft_folder(folders[0]) if folders else None
+    from dspark.cli.generate import generate_text
+
     generate_text(draft, target, prompt, overrides, raw=raw, as_json=as_json)
 
 
@@ -125,6 +132,9 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Prove that drafting does not change what comes out; fails when a bound is missed."""
+    from dspark.cli.places import draft_folder
+
+    draft = None if draft is None else draft_folder(draft)
     from dspark.cli.verify import verify as prove
 
     prove(draft, target, prompts, samples, as_json=as_json)
@@ -133,7 +143,7 @@ def verify(
 @verbs.command()
 def calibrate(
     source: Annotated[
-        Path, typer.Argument(metavar="RECIPE|CHECKPOINT", help="A recipe, or a draft folder.")
+        Path, typer.Argument(metavar="RECIPE|DRAFT|RUN", help="A recipe, or a draft folder.")
     ],
     overrides: Overrides = None,
     prompts: Annotated[
@@ -146,6 +156,9 @@ def calibrate(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Fit the confidence head's temperatures on held-out prompts and write calibration.json."""
+    from dspark.cli.places import recipe_or_draft
+
+    source = recipe_or_draft(source, "calibrate")
     from dspark.cli.calibrate import calibrate as run
 
     run(source, prompts, target, overrides or [], as_json=as_json)
@@ -177,11 +190,14 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Compare two drafts on one stack: interleaved, paired, with intervals."""
+    from dspark.cli.places import drafts_in
+
+    sides = drafts_in(arguments or (), "compare", results=True)
     from dspark.cli.compare_verb import CompareOptions, run_compare
 
     run_compare(
         CompareOptions(
-            tuple(arguments or ()), no_draft, reference, suite, tuple(task or ()), data, target,
+            tuple(sides), no_draft, reference, suite, tuple(task or ()), data, target,
             out, from_table, as_json,
         )
     )  # fmt: skip

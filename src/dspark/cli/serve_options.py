@@ -64,6 +64,10 @@ Plan = Annotated[
 ]
 
 
+# Recipe keys in library errors, and the option that sets the same thing here.
+NAMES = {"target.max_context": "--max-model-len"}
+
+
 @dataclass(frozen=True)
 class ServeOptions:
     """Everything but the engine's name and what is passed on to others."""

@@ -15,8 +15,9 @@ from dspark.checkpoint.published import read_config
 from dspark.checkpoint.sizes import WIDTH, TargetSizes, read_sizes
 from dspark.checkpoint.source import find_target
 from dspark.cli.bounds import PROCESS, target_weights
+from dspark.cli.naming import options_named
 from dspark.cli.serve import served_draft
-from dspark.cli.serve_options import ServeOptions
+from dspark.cli.serve_options import NAMES, ServeOptions
 from dspark.cli.speculation import engine_options, read_speculation
 from dspark.config.architecture import DraftConfig
 from dspark.config.engine import EngineOptions
@@ -82,7 +83,8 @@ def plan_embedded(options: ServeOptions) -> Capacity:
     section = target_section(options.draft, options.target)
     if options.max_model_len is not None:
         section = section.model_copy(update={"max_context": options.max_model_len})
-    sizes = read_sizes(section, find_target(section.source, section.revision))
+    with options_named(NAMES):
+        sizes = read_sizes(section, find_target(section.source, section.revision))
     engine = engine_options(
         options.max_num_seqs, options.cache_gib, config.block_size, found, options.scheduler
     )

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from dspark.checkpoint.sizes import WIDTH, TargetSizes, read_sizes
 from dspark.cli.context import RunContext
+from dspark.cli.figures import shown_bytes, shown_time
 from dspark.config.architecture import DraftConfig, K3DraftConfig
 from dspark.config.prompts import PackageSource
 from dspark.config.recipe import Recipe
@@ -210,8 +211,8 @@ def print_train_plan(run: RunContext) -> None:
     table = Table(
         title=Text(f"training of {run.recipe.name}: nothing was run"), title_justify="left"
     )
-    table.add_column("what")
-    table.add_column("upper bound", justify="right")
+    table.add_column("what", overflow="fold")
+    table.add_column("upper bound", justify="right", overflow="fold")
     for name, value in plan_rows(plan, planner):
         table.add_row(Text(name), value)
     run.screen.console.print(table)
@@ -232,21 +233,21 @@ def plan_rows(plan: TrainPlan, planner: TrainPlanner) -> list[tuple[str, str]]:
         ("bytes a supervised token", f"{plan.token_bytes:,} + ids"),
         ("optimiser steps", f"{plan.steps:,}"),
         ("tokens seen", f"{plan.tokens:,}"),
-        ("states of a step", f"{plan.step_bytes / GB:,.1f} GB"),
+        ("states of a step", shown_bytes(plan.step_bytes)),
         (
             "states on disk" if section.mode == "offline" else "states streamed in the run",
-            f"{plan.run_bytes / 1e12:,.1f} TB",
+            shown_bytes(plan.run_bytes),
         ),
     ]
     if section.mode != "offline":
         rows += [
-            ("one optimiser window, a rank", f"{plan.window_bytes / GB:,.2f} GB"),
-            ("pool, a rank", f"{plan.pool_bytes / GB:,.2f} GB"),
+            ("one optimiser window, a rank", shown_bytes(plan.window_bytes)),
+            ("pool, a rank", shown_bytes(plan.pool_bytes)),
         ]
-    rows += [(f"a rank of {plan.ranks}: {k}", f"{v / GB:,.2f} GB") for k, v in plan.memory.items()]
-    rows.append((f"a rank of {plan.ranks}: all", f"{sum(plan.memory.values()) / GB:,.2f} GB"))
+    rows += [(f"a rank of {plan.ranks}: {k}", shown_bytes(v)) for k, v in plan.memory.items()]
+    rows.append((f"a rank of {plan.ranks}: all", shown_bytes(sum(plan.memory.values()))))
     if cluster is not None and plan.step_seconds is not None:
-        rows.append(("time of a step, trainer alone", f"{plan.step_seconds:,.1f} s"))
+        rows.append(("time of a step, trainer alone", shown_time(plan.step_seconds)))
         rows.append(("trainer", f"{plan.trainer_rate:,.0f} tokens/s"))
         if plan.teacher_rate is not None and plan.trainer_rate is not None:
             ratio = plan.trainer_rate / plan.teacher_rate
@@ -255,5 +256,5 @@ def plan_rows(plan: TrainPlan, planner: TrainPlanner) -> list[tuple[str, str]]:
         if plan.network_gbit is not None:
             rows.append(("network into the trainer", f"{plan.network_gbit:,.1f} Gbit/s"))
         if plan.run_seconds is not None:
-            rows.append(("whole run", f"{plan.run_seconds / 3600:,.1f} h"))
+            rows.append(("whole run", shown_time(plan.run_seconds)))
     return rows

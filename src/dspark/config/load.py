@@ -248,6 +248,11 @@ def _read_text(path: Path, what: str) -> str:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         found, fix = "no such file", "Check the path; it is read from the current folder."
+    except IsADirectoryError:
+        found, fix = (
+            "a folder",
+            "Name a file; for a run's folder, the recipe (.yaml) it is made by.",
+        )
     except UnicodeDecodeError as error:
         found, fix = f"bytes that are not UTF-8 ({error.reason})", "Save the file as UTF-8."
     except OSError as error:

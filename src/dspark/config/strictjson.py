@@ -16,6 +16,16 @@ def strict_json(text: str) -> Any:
     return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
 
 
+def finite_json(text: str) -> Any:
+    """Parse ``text`` of others; equal keys are as Python takes them.
+
+    Raises:
+        ValueError: not JSON; NaN and Infinity are none.
+        RecursionError: nested deeper than Python's stack.
+    """
+    return json.loads(text, parse_constant=_refuse_constant)
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):

@@ -8,12 +8,12 @@ Lines of white space are ignored; a file without any row is an error. ``.gz`` is
 from __future__ import annotations
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dspark.config.strictjson import finite_json
 from dspark.errors import DataError
 
 
@@ -58,7 +58,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     # A byte order mark is what some editors put before line 1; it is no part of the JSON.
     raw = line.removeprefix(b"\xef\xbb\xbf")
     try:
-        row = json.loads(raw.decode("utf-8"))
+        row = finite_json(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         found = f"byte 0x{error.object[error.start]:02x} at column {error.start + 1}"
         fix = "Save the file as UTF-8."

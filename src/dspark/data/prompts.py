@@ -48,6 +48,10 @@ from dspark.errors import DataError
 
 REPORT = "report.json"
 HITS = "contamination.json"
+# What to do when no prompt of a category is left; a verb without a recipe says something else.
+NOTHING_LEFT = (
+    "Raise prompts.max_prompt_tokens, change prompts.filters, or take prompts from another source."
+)
 _LARGEST = 20
 _SHOWN = 3
 
@@ -242,6 +246,5 @@ def _refuse_empty(
                 expected=f"some of the {split} prompts to be usable",
                 found=f"none: {drop_summary(dropped, own, split)} (first: {example})",
                 where=f"prompts, category {category}",
-                fix="Raise prompts.max_prompt_tokens, change prompts.filters, or take prompts from "
-                "another source.",
+                fix=NOTHING_LEFT,
             )

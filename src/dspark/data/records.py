@@ -10,11 +10,11 @@ from __future__ import annotations
 import csv
 import gzip
 import importlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from dspark.config.strictjson import finite_json
 from dspark.data.jsonl import read_json_lines
 from dspark.errors import DataError, MissingDependencyError
 
@@ -89,7 +89,7 @@ def _first_byte(path: Path) -> bytes:
 def _json_array(path: Path) -> Iterator[Record]:
     try:
         with _open(path) as file:
-            rows = json.loads(file.read().decode("utf-8-sig"))
+            rows = finite_json(file.read().decode("utf-8-sig"))
     except (OSError, EOFError, ValueError, RecursionError) as error:
         raise _damaged(
             path, f"invalid JSON ({error})", "Write one JSON array of objects."
@@ -129,7 +129,7 @@ def _csv(path: Path, delimiter: str) -> Iterator[Record]:
 def _cell(key: str, value: str) -> Any:
     if key in _NESTED and value[:1] in {"[", "{"}:
         try:
-            return json.loads(value)
+            return finite_json(value)
         except ValueError:
             return value
     return value

@@ -21,7 +21,7 @@ from dspark.data.filters.media import media_column, media_mark, media_part
 from dspark.data.prompt import check_mask, check_text
 
 Reason = Literal["misshapen", "image", "empty", "roles"]
-_SHAPES = (
+SHAPES = (
     "messages", "conversations", "turns", "instruction", "prompt", "input", "inputs", "input_ids",
 )  # fmt: skip
 _ROLES = {
@@ -62,11 +62,11 @@ def recognise(row: dict[str, Any]) -> Conversation:
     Raises:
         Unusable: no known shape, media, nothing asked, or roles out of order.
     """
-    found = [key for key in _SHAPES if row.get(key) is not None]
+    found = [key for key in SHAPES if row.get(key) is not None]
     if "instruction" in found and "input" in found:
         found.remove("input")  # Alpaca: the second half of the instruction
     if not found:
-        raise Unusable("misshapen", f"one of {', '.join(_SHAPES)}", f"keys {sorted(row)}")
+        raise Unusable("misshapen", f"one of {', '.join(SHAPES)}", f"keys {sorted(row)}")
     if column := media_column(row):
         raise Unusable("image", "text alone", column)
     talk = _read(found[0], row)
@@ -200,7 +200,7 @@ def _agree(talk: Conversation, found: list[str], row: dict[str, Any]) -> None:
         if other.turns[:1] != talk.turns[:1]:
             raise Unusable(
                 "misshapen",
-                f"exactly one of {', '.join(_SHAPES)}",
+                f"exactly one of {', '.join(SHAPES)}",
                 f"{found[0]} and {shape} differ",
             )
 

@@ -1,0 +1,98 @@
+"""What a path on the command line is, asked before anything heavy is imported.
+
+Every verb that takes a draft also takes the folder of a run, whose draft it then means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from dspark.artifacts import MANIFEST, STAGE, Kind
+from dspark.errors import CheckpointError, ConfigError
+
+STAGES: tuple[Kind, ...] = ("prompts", "answers", "states", "draft", "bench")
+CONFIG = "config.json"
+RECIPES = {".yaml", ".yml"}
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds stages of a run, finished or not."""
+    return any((folder / kind / name).is_file() for kind in STAGES for name in (MANIFEST, STAGE))
+
+
+def draft_folder(source: Path) -> Path:
+    """The draft's folder, whether a run or the draft itself was named.
+
+    Raises:
+        CheckpointError: neither.
+    """
+    for folder in (source, source / "draft"):
+        if (folder / CONFIG).is_file():
+            return folder
+    raise CheckpointError(
+        expected="a run with a finished draft, or a draft folder",
+        found=_found(source),
+        where=str(source),
+        fix="Run `dspark train` with the run's recipe first: what was interrupted is resumed."
+        if is_run(source)
+        else "Name the output folder of this recipe, once it is trained."
+        if source.suffix in RECIPES and source.is_file()
+        else "Name a run's folder after training, or the folder that holds config.json.",
+    )
+
+
+def folder_to_examine(source: Path) -> Path:
+    """As :func:`draft_folder`, but any other folder is taken too: what it lacks is to be told.
+
+    Raises:
+        CheckpointError: no folder, or a run without a draft.
+    """
+    return source if source.is_dir() and not is_run(source) else draft_folder(source)
+
+
+def recipe_or_draft(source: Path, verb: str) -> Path:
+    """A recipe's file as it is, or the draft's folder of what else was named.
+
+    Raises:
+        ConfigError: nothing is there.
+        CheckpointError: a folder without a draft.
+    """
+    if not source.exists():
+        raise ConfigError(
+            expected="a recipe (.yaml), a draft folder, or a run's folder",
+            found="no such file or folder",
+            where=str(source),
+            fix=f"Check the path: dspark {verb} RECIPE.yaml, or dspark {verb} RUN/draft.",
+        )
+    return draft_folder(source) if source.is_dir() else source
+
+
+def drafts_in(arguments: Iterable[str], verb: str, *, results: bool = False) -> list[str]:
+    """``arguments`` with the draft's folder for a run's; settings and urls stay as they are.
+
+    ``results``: files of figures (.json) stay, too; recipes stay without it.
+
+    Raises:
+        ConfigError, CheckpointError: as :func:`recipe_or_draft`.
+    """
+    made = []
+    for text in arguments:
+        path = Path(text)
+        told = "://" in text or ("=" in text and not path.exists())
+        if told or (results and path.suffix == ".json"):
+            made.append(text)
+        else:
+            made.append(str(draft_folder(path) if results else recipe_or_draft(path, verb)))
+    return made
+
+
+def _found(source: Path) -> str:
+    if not source.exists():
+        return "no such folder"
+    if not source.is_dir():
+        return "a recipe" if source.suffix in RECIPES else "a file"
+    if is_run(source):
+        begun = (source / "draft" / STAGE).is_file()
+        return f"a run whose draft is {'unfinished' if begun else 'not trained yet'}"
+    return "no config.json"

@@ -1,0 +1,124 @@
+"""What verbs make of a path: a run's folder means its draft, and what is wrong is told at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import environment
+from dspark.artifacts import begin, new_manifest
+from dspark.cli.main import entry
+from dspark.cli.places import draft_folder, drafts_in, folder_to_examine, recipe_or_draft
+from dspark.errors import CheckpointError, ConfigError
+from made_drafts import saved_draft
+
+REFUSED = """
+import contextlib, io, json, sys, time
+from dspark.cli.main import entry
+told = {}
+for words in json.loads(sys.argv[1]):
+    err, started = io.StringIO(), time.monotonic()
+    try:
+        with contextlib.redirect_stderr(err):
+            entry(words)
+    except SystemExit as left:
+        told[" ".join(words)] = [left.code, " ".join(err.getvalue().split())]
+print(json.dumps([told, [name for name in ("torch", "transformers") if name in sys.modules]]))
+"""
+
+
+def refuse(*commands: list[str]) -> dict[str, tuple[int, str]]:
+    """Status and errors by command, run in one process that must not import anything heavy."""
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED, json.dumps(commands)],
+        capture_output=True, text=True, timeout=120, env=environment(), check=True,
+    )  # fmt: skip
+    told, heavy = json.loads(done.stdout)
+    assert heavy == [], "a refusal should not wait for imports"
+    assert len(told) == len(commands)
+    return {words: (code, text) for words, (code, text) in told.items()}
+
+
+def test_a_wrong_path_is_refused_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    nothing = str(tmp_path / "nothing")
+    told = refuse(
+        ["doctor", nothing], ["quantize", nothing, "out"], ["serve", nothing],
+        ["serve", nothing, "--plan"], ["generate", nothing, "--prompt", "x"], ["bench", nothing],
+        ["bench", nothing, "--suite", "quick"], ["calibrate", nothing], ["verify", nothing],
+        ["compare", nothing, nothing], ["export", nothing, "out", "--to", "k3"], ["run", nothing],
+    )  # fmt: skip
+    for words, (code, text) in told.items():
+        assert code in (1, 2), words
+        assert "no such" in text, (words, text)
+        assert nothing in text, words
+    for verb in ("bench", "calibrate"):
+        text = told[f"{verb} {nothing}"][1]
+        assert "a recipe (.yaml), a draft folder, or a run's folder" in text
+
+
+def test_a_folder_for_a_recipe_and_a_recipe_for_a_folder_are_told_apart(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("name: x\n")
+    told = refuse(["run", str(tmp_path)], ["serve", str(recipe)], ["generate", str(recipe),
+                  "--prompt", "x"])  # fmt: skip
+    code, text = told[f"run {tmp_path}"]
+    assert code == 2
+    assert "a folder" in text
+    assert "recipe (.yaml)" in text
+    assert "permission" not in text
+    assert "once it is trained" in told[f"serve {recipe}"][1]
+
+
+def test_a_runs_folder_means_its_draft(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    begin(root / "prompts", new_manifest("prompts", {}))
+    with pytest.raises(CheckpointError, match="not trained yet"):
+        draft_folder(root)
+    with pytest.raises(CheckpointError, match="dspark train"):
+        recipe_or_draft(root, "bench")
+    begin(root / "draft", new_manifest("draft", {}))
+    with pytest.raises(CheckpointError, match="unfinished"):
+        folder_to_examine(root)
+    saved_draft(root / "draft")
+    for named in (root, root / "draft"):
+        assert draft_folder(named) == root / "draft"
+        assert folder_to_examine(named) == root / "draft"
+        assert recipe_or_draft(named, "bench") == root / "draft"
+    sides = drafts_in([str(root), "http://x:1", "tasks=a", "a.json"], "compare", results=True)
+    assert sides == [str(root / "draft"), "http://x:1", "tasks=a", "a.json"]
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    assert folder_to_examine(odd) == odd, "what a folder lacks is the doctor's to say"
+    with pytest.raises(ConfigError):
+        recipe_or_draft(tmp_path / "nothing", "bench")
+
+
+def test_verbs_take_a_runs_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved_draft(tmp_path / "run" / "draft")
+    begin(tmp_path / "run" / "states", new_manifest("states", {}))
+    run = str(tmp_path / "run")
+    for words in (["doctor", run, "--json"], ["quantize", run, str(tmp_path / "q"), "--plan"]):
+        with pytest.raises(SystemExit) as left:
+            entry(words)
+        said = capsys.readouterr()
+        assert left.value.code in (0, None), said.out + said.err
+
+
+@pytest.mark.parametrize("words", [("export", "--to", "k3"), ("quantize",)])
+def test_a_taken_output_folder_is_refused_before_a_bar_is_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    saved_draft(tmp_path / "draft")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("x")
+    verb, *more = words
+    with pytest.raises(SystemExit) as left:
+        entry([verb, str(tmp_path / "draft"), str(tmp_path / "out"), *more])
+    said = capsys.readouterr()
+    assert left.value.code == 1
+    assert said.out == ""
+    assert "there already" in said.err
