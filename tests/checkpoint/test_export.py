@@ -227,6 +227,7 @@ def test_what_is_there_already_is_left_alone(draft: Path, tmp_path: Path) -> Non
 # --- the command ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_draft_without_figures_says_so_on_its_card(draft: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = dspark("export", str(draft), str(out), "--to", "k3", "--dtype", "bfloat16", "--slim")

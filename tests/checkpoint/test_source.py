@@ -65,6 +65,7 @@ def test_finding_a_hub_id_touches_no_network() -> None:
     assert files == TargetFiles("somebody/tiny", "somebody/tiny", None, "v1", hub=True)
 
 
+@pytest.mark.slow
 def test_a_recipe_with_a_hub_id_records_the_commit_and_redoes_the_work_of_another(
     tiny_recipe: Path, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

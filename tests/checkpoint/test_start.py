@@ -77,6 +77,7 @@ def test_a_failure_leaves_no_half_checkpoint(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_command_takes_the_targets_own_embedding(
     tiny_recipe: Path, tiny_target: Path, tmp_path: Path
 ) -> None:

@@ -59,6 +59,7 @@ def test_a_context_limit_shortens_the_draft_too(tiny_target: Path) -> None:
     assert loaded.shape.max_position_embeddings == 64
 
 
+@pytest.mark.slow
 def test_sizes_are_no_reason_to_redo_work(tiny_recipe: Path) -> None:
     small = ["prompts.sources.0.train=16"]
     assert dspark("prompts", str(tiny_recipe), *small).returncode == 0

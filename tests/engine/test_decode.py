@@ -179,7 +179,11 @@ def exact_pairs(target, ids: list[int], temperature: float) -> dict[tuple[int, i
 
 @pytest.mark.parametrize(
     ("verification", "method"),
-    [("standard", "probabilistic"), ("standard", "greedy"), ("block", "probabilistic")],
+    [
+        pytest.param("standard", "probabilistic", marks=pytest.mark.slow),
+        pytest.param("standard", "greedy", marks=pytest.mark.slow),
+        ("block", "probabilistic"),
+    ],
 )
 def test_sampled_pairs_follow_the_target_exactly_chi_square(
     target, drafter, prompts, verification, method

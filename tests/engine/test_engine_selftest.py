@@ -72,6 +72,7 @@ def test_a_rejection_that_falls_back_to_the_target_is_convicted(pair, monkeypatc
     assert run_case(pair, Case("standard", "probabilistic", "top_p"), 4000).p_value < WRONG
 
 
+@pytest.mark.slow
 def test_rules_that_forget_the_drafted_prefix_are_convicted(pair, monkeypatch) -> None:
     sound = LogitRules.apply
 
