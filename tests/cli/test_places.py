@@ -88,8 +88,10 @@ def test_a_runs_folder_means_its_draft(tmp_path: Path) -> None:
         assert draft_folder(named) == root / "draft"
         assert folder_to_examine(named) == root / "draft"
         assert recipe_or_draft(named, "bench") == root / "draft"
-    sides = drafts_in([str(root), "http://x:1", "tasks=a", "a.json"], "compare", results=True)
-    assert sides == [str(root / "draft"), "http://x:1", "tasks=a", "a.json"]
+    sides = drafts_in([str(root), "tasks=a", "a.json"], "compare", 2, results=True)
+    assert sides == [str(root / "draft"), "tasks=a", "a.json"]
+    for mixed in (["nothing"], ["nothing", "http://x:1"], ["a", "b", "c"]):
+        assert drafts_in(mixed, "compare", 2, results=True) == mixed
     odd = tmp_path / "odd"
     odd.mkdir()
     assert folder_to_examine(odd) == odd, "what a folder lacks is the doctor's to say"

@@ -252,7 +252,7 @@ def test_missing_data_stops_a_suite_unless_it_may_be_skipped(
         (["bench"], "one thing to measure"),
         (["bench", "a", "b"], "one thing to measure"),
         (["bench", "a.yaml", "--suite", "quick"], "a draft folder"),
-        (["bench", "a.yaml", "--data", "."], "--data with --suite"),
+        (["bench", __file__, "--data", "."], "--data with --suite"),
         (["bench", "--base-url", "http://127.0.0.1:9", "--suite", "slow"], "quick"),
         (["bench", "--base-url", "http://127.0.0.1:9", "speed=1"], "one of temperatures"),
         (["bench", "--base-url", "http://127.0.0.1:9", "concurrency=0"], "concurrency"),

@@ -214,7 +214,7 @@ def bench(
     """Measure acceptance, identity and speed: a run's prompts, your own, or a suite."""
     from dspark.cli.places import draft_folder, drafts_in
 
-    given = drafts_in(arguments or (), "bench")
+    given = drafts_in(arguments or (), "bench", 1, results=False)
     checkpoint = None if checkpoint is None else draft_folder(checkpoint)
     from dspark.cli.bench_verb import BenchOptions, run_bench
 

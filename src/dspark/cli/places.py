@@ -5,7 +5,7 @@ Every verb that takes a draft also takes the folder of a run, whose draft it the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from dspark.artifacts import MANIFEST, STAGE, Kind
@@ -68,23 +68,25 @@ def recipe_or_draft(source: Path, verb: str) -> Path:
     return draft_folder(source) if source.is_dir() else source
 
 
-def drafts_in(arguments: Iterable[str], verb: str, *, results: bool = False) -> list[str]:
+def drafts_in(arguments: Sequence[str], verb: str, count: int, *, results: bool) -> list[str]:
     """``arguments`` with the draft's folder for a run's; settings and urls stay as they are.
 
-    ``results``: files of figures (.json) stay, too; recipes stay without it.
+    Another number of things than ``count``, or urls among several, is the verb's own to refuse:
+    nothing is looked at then. ``results``: files of figures (.json) stay, and recipes are none.
 
     Raises:
         ConfigError, CheckpointError: as :func:`recipe_or_draft`.
     """
-    made = []
-    for text in arguments:
+    things = [a for a in arguments if "=" not in a or "://" in a or Path(a).exists()]
+    if len(things) != count or any("://" in a for a in things):
+        return list(arguments)
+    made = {}
+    for text in things:
         path = Path(text)
-        told = "://" in text or ("=" in text and not path.exists())
-        if told or (results and path.suffix == ".json"):
-            made.append(text)
-        else:
-            made.append(str(draft_folder(path) if results else recipe_or_draft(path, verb)))
-    return made
+        if results and path.suffix == ".json":
+            continue
+        made[text] = str(draft_folder(path) if results else recipe_or_draft(path, verb))
+    return [made.get(text, text) for text in arguments]
 
 
 def _found(source: Path) -> str:

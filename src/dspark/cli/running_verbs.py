@@ -192,7 +192,7 @@ def compare(
     """Compare two drafts on one stack: interleaved, paired, with intervals."""
     from dspark.cli.places import drafts_in
 
-    sides = drafts_in(arguments or (), "compare", results=True)
+    sides = drafts_in(arguments or (), "compare", 2, results=True)
     from dspark.cli.compare_verb import CompareOptions, run_compare
 
     run_compare(
