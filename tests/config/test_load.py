@@ -310,7 +310,9 @@ def test_files_that_are_no_recipe_are_refused_with_line_and_column(
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path / "none.yaml").found == "no such file"
-    assert "directory" in refusal(tmp_path).found
+    error = refusal(tmp_path)
+    assert error.found == "a folder"
+    assert "recipe (.yaml)" in error.fix
 
 
 @pytest.mark.parametrize("text", ["on", "010", "1:30", "1_000", "2026-01-02", "0x10"])
