@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import (
     BLOCK,
-    HIDDEN,
+    made_record,
     one_thread,  # noqa: F401 (autouse)
     tiny_config,
     tiny_draft,
@@ -54,23 +54,7 @@ def long_draft(flavour: Flavour, rope: RopeParameters = YARN) -> DSparkDraft:
 
 
 def long_record(length: int, seed: int = 0) -> HiddenRecord:
-    """States of nobody: what is compared are two layouts of one draft."""
-    g = torch.Generator().manual_seed(seed)
-    mask = torch.ones(length, dtype=torch.uint8)
-    mask[:4] = 0
-    return HiddenRecord(
-        id=f"long-{length}-{seed}",
-        category="made",
-        temperature=0.0,
-        layer_ids=(0, 2),
-        norm_state="post",
-        ids=torch.randint(0, 90, (length,), generator=g, dtype=torch.int32),
-        loss_mask=mask,
-        taps=torch.randn(length, 2, HIDDEN, generator=g),
-        final=torch.randn(length, HIDDEN, generator=g),
-        greedy=torch.zeros(length, dtype=torch.int32),
-        log_z=torch.zeros(length),
-    )
+    return made_record(f"long-{length}-{seed}", length, seed, 4)
 
 
 @torch.no_grad()

@@ -9,15 +9,14 @@ import torch
 from tiny_models import (
     BLOCK,
     DRAFTS,
-    HIDDEN,
     gradients,
+    made_record,
     one_thread,  # noqa: F401 (autouse)
     tiny_draft,
 )
 from torch import Tensor
 
 from dspark.config.architecture import Flavour, MarkovHeadType
-from dspark.hidden.record import HiddenRecord
 from dspark.model.windows import Windows
 from dspark.training.anchors import (
     NEIGHBOURS,
@@ -35,26 +34,7 @@ from dspark.training.step import block_states
 LENGTHS = (90, 140, 61)
 
 
-def record(number: int, length: int) -> HiddenRecord:
-    g = torch.Generator().manual_seed(number)
-    mask = torch.ones(length, dtype=torch.uint8)
-    mask[: 5 + 3 * number] = 0
-    return HiddenRecord(
-        id=str(number),
-        category="made",
-        temperature=0.0,
-        layer_ids=(0, 2),
-        norm_state="post",
-        ids=torch.randint(0, 90, (length,), generator=g, dtype=torch.int32),
-        loss_mask=mask,
-        taps=torch.randn(length, 2, HIDDEN, generator=g),
-        final=torch.randn(length, HIDDEN, generator=g),
-        greedy=torch.zeros(length, dtype=torch.int32),
-        log_z=torch.zeros(length),
-    )
-
-
-RECORDS = [record(i, n) for i, n in enumerate(LENGTHS)]
+RECORDS = [made_record(str(i), n, i, 5 + 3 * i) for i, n in enumerate(LENGTHS)]
 
 
 def many_blocks(packed: bool) -> Blocks:

@@ -79,6 +79,27 @@ def tiny_target(seed: int = 0) -> DecoderTarget:
     return target.eval().requires_grad_(False)
 
 
+def made_record(name: str, length: int, seed: int, prompt: int) -> HiddenRecord:
+    """States of nobody, the first ``prompt`` tokens unsupervised: for comparing two layouts of one
+    draft."""
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.ones(length, dtype=torch.uint8)
+    mask[:prompt] = 0
+    return HiddenRecord(
+        id=name,
+        category="made",
+        temperature=0.0,
+        layer_ids=TAPS,
+        norm_state="post",
+        ids=torch.randint(0, 90, (length,), generator=g, dtype=torch.int32),
+        loss_mask=mask,
+        taps=torch.randn(length, len(TAPS), HIDDEN, generator=g),
+        final=torch.randn(length, HIDDEN, generator=g),
+        greedy=torch.zeros(length, dtype=torch.int32),
+        log_z=torch.zeros(length),
+    )
+
+
 def tiny_config(
     kind: MarkovHeadType = "vanilla", flavour: Flavour = "k3", *, rank: int = 6
 ) -> DraftConfig:

@@ -24,18 +24,18 @@ def serve(
     engine_args: told.EngineArgs = None,
     engine: told.EngineName = "embedded",
     target: told.Target = None,
-    host: told.Host = "127.0.0.1",
-    port: told.Port = 8000,
+    host: told.Host = told.ServeOptions.host,
+    port: told.Port = told.ServeOptions.port,
     api_key: told.ApiKey = None,
     max_model_len: told.MaxModelLen = None,
-    max_num_seqs: told.MaxNumSeqs = 16,
-    max_waiting: told.MaxWaiting = 64,
-    cache_gib: told.CacheGiB = 1.0,
+    max_num_seqs: told.MaxNumSeqs = told.ServeOptions.max_num_seqs,
+    max_waiting: told.MaxWaiting = told.ServeOptions.max_waiting,
+    cache_gib: told.CacheGiB = told.ServeOptions.cache_gib,
     scheduler: told.SchedulerOption = None,
     speculative_config: told.SpeculativeConfig = None,
     served_model_name: told.ServedName = None,
-    drain: told.Drain = 60,
-    probe: told.Probe = True,
+    drain: told.Drain = told.ServeOptions.drain,
+    probe: told.Probe = told.ServeOptions.probe,
     plan: told.Plan = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
@@ -48,32 +48,20 @@ def serve(
     from dspark.cli.places import draft_folder
 
     checkpoint = draft_folder(checkpoint)
-    if engine != "embedded":
-        from dspark.cli.serve import plan_serving, serve_in_vllm, show
-
-        own = {
-            "--host": host != "127.0.0.1", "--port": port != 8000,
-            "--max-model-len": max_model_len is not None, "--max-num-seqs": max_num_seqs != 16,
-            "--speculative-config": speculative_config is not None,
-            "--served-model-name": served_model_name is not None,
-            "--scheduler": scheduler is not None,
-        }  # fmt: skip
-        if given := [name for name, value in own.items() if value]:
-            raise typer.BadParameter(f"for {engine}, put {', '.join(given)} behind --")
-        if engine == "vllm" and not plan:
-            serve_in_vllm(checkpoint, target, engine_args or [])
-            return
-        show(
-            plan_serving(checkpoint, engine, target, engine_args or [], plan=plan), as_json=as_json
-        )
-        return
-    if engine_args:
-        raise typer.BadParameter("arguments behind -- are for --engine vllm or atom")
     options = told.ServeOptions(
         checkpoint, target, host, port, tuple(api_key or ()), max_model_len, max_num_seqs,
         max_waiting, cache_gib, None if scheduler is None else scheduler.value, speculative_config,
         served_model_name, drain, probe,
     )  # fmt: skip
+    if engine != "embedded":
+        from dspark.cli.serve import serve_elsewhere
+
+        if given := options.for_our_engine:
+            raise typer.BadParameter(f"for {engine}, put {', '.join(given)} behind --")
+        serve_elsewhere(checkpoint, engine, target, engine_args or [], plan=plan, as_json=as_json)
+        return
+    if engine_args:
+        raise typer.BadParameter("arguments behind -- are for --engine vllm or atom")
     if plan:
         from dspark.cli.serve_plan import plan_embedded, show_plan
 

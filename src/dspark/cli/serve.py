@@ -22,6 +22,26 @@ from dspark.doctor.predicates import provenance_of
 from dspark.errors import ConfigError
 
 
+def serve_elsewhere(
+    checkpoint: Path,
+    engine: str,
+    target: str | None,
+    extra: list[str],
+    *,
+    plan: bool,
+    as_json: bool,
+) -> None:
+    """Another engine's launch line; vLLM without ``plan``: this process becomes its server.
+
+    Raises:
+        ConfigError, CheckpointError: as :func:`plan_serving` and :func:`serve_in_vllm`.
+    """
+    if engine == "vllm" and not plan:
+        serve_in_vllm(checkpoint, target, extra)
+    else:
+        show(plan_serving(checkpoint, engine, target, extra, plan=plan), as_json=as_json)
+
+
 def plan_serving(
     checkpoint: Path, engine: str, target: str | None, extra: list[str], *, plan: bool
 ) -> Launch:

@@ -86,3 +86,14 @@ class ServeOptions:
     served_model_name: str | None = None
     drain: int = 60
     probe: bool = True
+
+    @property
+    def for_our_engine(self) -> list[str]:
+        """Options that were set and that another engine has under names of its own."""
+        fields = ("host", "port", "max_model_len", "max_num_seqs", "speculative_config",
+                  "served_model_name", "scheduler")  # fmt: skip
+        return [
+            f"--{name.replace('_', '-')}"
+            for name in fields
+            if getattr(self, name) != getattr(ServeOptions, name)
+        ]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import zlib
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -35,6 +36,17 @@ _DTYPES = {
     for d in (torch.int32, torch.uint8, torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 }
 _FP8_MAX = 448.0
+
+
+def cut(body: bytearray | mmap.mmap, sizes: Sequence[int], align: int = 1) -> list[Part]:
+    """Views of the parts that lie one behind the other in ``body``, each at a multiple of
+    ``align`` bytes. Nothing is copied."""
+    view, at = memoryview(body), 0
+    found: list[Part] = []
+    for size in sizes:
+        found.append(view[at : at + size])
+        at += size + (-size % align)
+    return found
 
 
 def supervised_rows(loss_mask: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -102,8 +101,6 @@ class Desk(Postman):
         self._teachers: dict[bytes, Teacher] = {}
         self._refused: dict[bytes, str] = {}
         self._lost = 0
-        self._error: StreamError | None = None
-        self._news = threading.Condition()
         self._progress = time.monotonic()
         self.counts = {"records": 0, "tokens": 0, "bytes": 0, "strays": 0, "asked_again": 0}
         self.wait_seconds = 0.0

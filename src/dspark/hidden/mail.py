@@ -14,6 +14,7 @@ from typing import Any
 
 import zmq
 
+from dspark.errors import StreamError
 from dspark.hidden.codec import Part
 
 PORTS = "tcp://"
@@ -43,7 +44,9 @@ def unpack(frames: Sequence[Part]) -> tuple[dict[str, Any], list[Part]]:
 class Postman(threading.Thread):
     """Owns sockets. Subclasses give :meth:`received` and :meth:`tick`; others call :meth:`post`.
 
-    What escapes from either is kept in ``fault`` and ends the thread.
+    What escapes from either is kept in ``fault`` and ends the thread. Whoever waits for the
+    thread's work does so under ``_news`` and calls :meth:`_raise_fault`; ``_error`` is what the
+    thread has to tell them.
     """
 
     def __init__(self, name: str, pause: float = 0.1) -> None:
@@ -51,6 +54,8 @@ class Postman(threading.Thread):
         self.context = zmq.Context()
         self.sockets: list[zmq.Socket[bytes]] = []
         self.fault: BaseException | None = None
+        self._news = threading.Condition()
+        self._error: StreamError | None = None
         self._out: deque[tuple[int, list[Part]]] = deque()
         self._pause = pause
         self._ending = threading.Event()
@@ -78,6 +83,13 @@ class Postman(threading.Thread):
         with self._rope_lock:
             if not self._ending.is_set():
                 self._rope.send(b"")
+
+    def _raise_fault(self) -> None:
+        """Raise what keeps the thread from going on, in the thread that waits for it."""
+        if self._error is not None:
+            raise self._error
+        if self.fault is not None:
+            raise RuntimeError("the stream's thread died") from self.fault
 
     def received(self, socket: int, frames: list[Part]) -> None:
         raise NotImplementedError

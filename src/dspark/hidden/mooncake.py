@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dspark.errors import MissingDependencyError, StreamError
-from dspark.hidden.codec import Part
+from dspark.hidden.codec import Part, cut
 
 
 def _connect() -> Any:
@@ -92,11 +92,7 @@ class MooncakeTransport:
             ) from error
         self.store.remove(name)
         self._held[key] = len(body)
-        view, at, found = memoryview(body), 0, []
-        for size in sizes:
-            found.append(view[at : at + size])
-            at += size
-        return list(found)
+        return cut(body, sizes)
 
     def ack(self, key: str) -> None:
         self._held.pop(key, None)

@@ -64,10 +64,7 @@ class StreamReader(Desk):
     def _await(self, number: int, began: float) -> Asked:
         with self._news:
             while True:
-                if self._error is not None:
-                    raise self._error
-                if self.fault is not None:
-                    raise RuntimeError("the stream's thread died") from self.fault
+                self._raise_fault()
                 asked = self._asked.get(number)
                 if asked is not None and asked.whole:
                     return asked

@@ -26,7 +26,7 @@ from typing import Literal, Protocol
 
 from dspark.artifacts import storage_guard
 from dspark.errors import ConfigError, StreamError
-from dspark.hidden.codec import Part
+from dspark.hidden.codec import Part, cut
 
 Kind = Literal["tcp", "shm", "disk", "mooncake"]
 SHARED_MEMORY = Path("/dev/shm")
@@ -134,11 +134,7 @@ class FileTransport:
                 fix="Teacher and trainer must see the same folder; use tcp between hosts.",
             ) from error
         self._mapped[key] = body
-        view, at, found = memoryview(body), 0, []
-        for size in sizes:
-            found.append(view[at : at + size])
-            at += size + (-size % ALIGN)
-        return list(found)
+        return cut(body, sizes, ALIGN)
 
     def ack(self, key: str) -> None:
         """Forget the mapping; the memory goes with the last tensor that looks into it."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import platform
 import secrets
-import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -72,8 +71,6 @@ class TeacherLink(Postman):
         self.instance = secrets.token_hex(8)
         self._trainers = [_Trainer() for _ in endpoints]
         self._work: deque[Work] = deque()
-        self._news = threading.Condition()
-        self._error: StreamError | None = None
         self._heard, self._beaten = time.monotonic(), 0.0
         self.records = 0
         for endpoint in endpoints:
@@ -91,10 +88,7 @@ class TeacherLink(Postman):
         """
         with self._news:
             while True:
-                if self._error is not None:
-                    raise self._error
-                if self.fault is not None:
-                    raise RuntimeError("the stream's thread died") from self.fault
+                self._raise_fault()
                 if self._work:
                     return self._work.popleft()
                 if all(t.stopped for t in self._trainers):
