@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from dspark import SamplingParams
-from server.serving import MODEL, Served, chat
+from server.serving import CHAT, MODEL, Served, body, chat, fault
 
 CASES: list[dict[str, Any]] = [
     {"temperature": 0, "max_tokens": 60},
@@ -179,6 +179,23 @@ def test_plain_decoding_beside_drafting_gives_the_same_greedy_text(served: Serve
     assert both[0].choices[0].message.content == both[1].choices[0].message.content
     assert both[0].dspark["acceptance"]["accepted"] > 5
     assert both[1].dspark["acceptance"] is None
+
+
+def test_a_request_chooses_its_scheduler_and_keeps_its_greedy_text(served: Served) -> None:
+    def answer(scheduler: str | None) -> tuple[str, dict[str, int]]:
+        extra = {"return_acceptance": True, "scheduler": scheduler}
+        whole = served.client.chat.completions.create(
+            model=MODEL, messages=chat("schedule"), temperature=0, max_tokens=60, extra_body=extra
+        )
+        return whole.choices[0].message.content, whole.dspark["acceptance"]
+
+    text, fixed = answer("fixed")
+    assert fixed["admitted"] == fixed["drafted"] > 0
+    for scheduler in ("threshold", "sync", "async", None):
+        assert answer(scheduler)[0] == text
+    assert answer("threshold")[1]["admitted"] < fixed["admitted"]
+    with served.http() as http:
+        assert fault(http.post(CHAT, json=body(scheduler="best")), 400)["param"] == "scheduler"
 
 
 def test_acceptance_of_a_request_and_its_steps_agree(served: Served) -> None:

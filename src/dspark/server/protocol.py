@@ -1,10 +1,10 @@
-"""What may be asked: OpenAI's fields, vLLM's further ones, and three of our own.
+"""What may be asked: OpenAI's fields, vLLM's further ones, and four of our own.
 
 Bodies are strict. A field that is not listed here is refused, because ignoring it would answer
 another question than was asked (:mod:`dspark.server.fields` says what to do instead of the better
 known ones); fields that change nothing (``user``, ``metadata``) are listed and dropped. Names and
-defaults are OpenAI's, and vLLM's where OpenAI has none. Ours: ``speculate``, ``return_acceptance``
-and ``return_token_kinds``.
+defaults are OpenAI's, and vLLM's where OpenAI has none. Ours: ``speculate``, ``scheduler``,
+``return_acceptance`` and ``return_token_kinds``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from dspark.decoding.params import SchedulerName
 from dspark.server.fields import RENDERER, without_unfollowed, wrong
 
 MOST_STOPS = 16
@@ -115,6 +116,7 @@ class Sampling(Body):
     return_tokens_as_token_ids: bool | None = None
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
     speculate: bool = True
+    scheduler: SchedulerName | None = None
     return_acceptance: bool = False
     return_token_kinds: bool = False
     # Of no effect here, and sent by ordinary clients.

@@ -62,6 +62,7 @@ def sampling_params(
         "logprobs": logprobs,
         "grammar": grammar,
         "speculate": body.speculate,
+        "scheduler": body.scheduler,
     }
     return SamplingParams(**fields)
 
