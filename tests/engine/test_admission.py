@@ -103,6 +103,26 @@ def test_drafting_that_does_not_pay_is_left_and_tried_again(pair: Pair) -> None:
     assert steps == admission.bypassed + admission.drafting
 
 
+def test_a_settled_decision_stands_for_a_few_steps_and_the_text_stays(pair: Pair) -> None:
+    """Weighing costs time: while all draft and all is verified, three steps of four do without."""
+    engine = pair.engine(scheduler="sync")
+    engine.admission.costs = costs(1e-6)
+    weighed = []
+    learn = engine.admission.confidence.learn
+    engine.admission.confidence.learn = lambda *a: (weighed.append(1), learn(*a))[1]
+    asked = greedy(max_new_tokens=128, ignore_eos=True)
+    # One after the other: a request that comes or goes ends the pause.
+    done = [run(engine, [prompt], asked)[0] for prompt in pair.prompts[:8]]
+    plain = run(pair.engine(draft=False), pair.prompts[:8], asked)
+    assert [c.ids for c in done] == [c.ids for c in plain]
+    drafted, admitted, accepted = totals(done)
+    steps = sum(c.acceptance.steps for c in done)
+    assert drafted == admitted > accepted
+    assert engine.admission.drafting + engine.admission.bypassed == steps
+    rest = steps - LEAST_BLOCKS
+    assert LEAST_BLOCKS + rest / 4 <= len(weighed) < LEAST_BLOCKS + rest / 3
+
+
 def test_a_request_that_is_taken_up_again_accepts_as_before(pair: Pair) -> None:
     """Context rows of bypassed steps are there: acceptance does not suffer from the pause."""
     prompts = pair.prompts[:8]

@@ -15,6 +15,7 @@ the draft's log-odds count and nothing else does.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -36,8 +37,9 @@ class Signals:
     top: Floats | None = None
     spread: Floats | None = None
 
+    @cached_property
     def features(self) -> Floats:
-        """[R, K, 3], bounded; non-finite values become 0."""
+        """[R, K, 3], bounded; non-finite values become 0. Asked for twice a step."""
         assert self.top is not None
         assert self.spread is not None
         rest = np.log(-np.expm1(np.minimum(self.top, -1e-9)))

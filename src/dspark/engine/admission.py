@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 # Requests beyond this many are weighed every fourth step, not every step.
 MANY = 64
+# Steps that repeat a decision to draft for all and verify all, unweighed. Weighing is little work but
+# on cold caches, behind a pass over all weights: about 1 ms in a step of 30 on two cores.
+COAST = 3
 # Weight of the newest step in what trimming gains.
 RECENT = 0.2
 
@@ -47,13 +50,14 @@ RECENT = 0.2
 @dataclass
 class Live:
     """The blocks of the step at hand: one row each. ``whole`` says which were drafted and admitted
-    to the last slot."""
+    to the last slot, ``untrimmed`` whether all were admitted as far as they were drafted."""
 
     requests: list[Request]
     tracks: list[Track]
     signals: Signals
     survival: Floats
     widths: Ints
+    untrimmed: bool
 
     @property
     def whole(self) -> list[bool]:
@@ -87,6 +91,9 @@ class Admission:
         self._shared: defaultdict[Mode, Tally] = defaultdict(Tally)
         self._live: Live | None = None
         self._steps = 0
+        self._weighed = False
+        self._coasting: set[Request] = set()
+        self._coast = 0
         self.limit = min(self.slots, self.options.draft_tokens or self.slots)
 
     @property
@@ -114,9 +121,14 @@ class Admission:
         self, requests: Sequence[Request], samplers: Mapping[Request, RequestSampler]
     ) -> list[Request]:
         """Requests to draft for, of all that decode in this step."""
-        self._live = None
+        self._live, self._weighed = None, False
         able = [r for r in requests if r.room > 1 and self.slots and samplers[r].params.speculate]
         self._steps += 1
+        if self._coast and set(able) == self._coasting:
+            self._coast -= 1
+            self.drafting += len(able)
+            return able
+        self._weighed, self._coast, self._coasting = True, 0, set(able)
         tracks = {r: self.open(r, samplers[r]) for r in able}
         flexible = [r for r in able if self._kind(tracks[r]) != "fixed"]
         if flexible and self.costs is not None:
@@ -129,6 +141,8 @@ class Admission:
     def wants(self, requests: Sequence[Request]) -> bool | None:
         """What the drafter must measure: nothing (None), the head (False), all signals (True)."""
         tracks = [self.tracks[r] for r in requests]
+        if not self._weighed:
+            return None
         if all(self._kind(t) == "fixed" for t in tracks):
             return None if self.record is None else False
         return self.confidence.needs_features([t.mode for t in tracks])
@@ -146,7 +160,9 @@ class Admission:
         widths = self._widths(tokens, survival, lengths, kinds, tracks)
         for block, width in zip(blocks.values(), widths.tolist(), strict=True):
             block.admit(width)
-        self._live = Live(requests, tracks, signals, survival, widths)
+        self._live = Live(
+            requests, tracks, signals, survival, widths, bool((widths == lengths).all())
+        )
 
     def learn(
         self,
@@ -157,7 +173,7 @@ class Admission:
         verifying: float,
     ) -> None:
         """What became of the step: accepted tokens by request, and what it took in seconds."""
-        if self.costs is not None:
+        if self.costs is not None and self._weighed:
             self.costs.observe(drafted, drafting, tokens, verifying)
         live, self._live = self._live, None
         if live is None:
@@ -172,10 +188,18 @@ class Admission:
         ):
             track.add(survival, width, got)
             self._shared[track.mode].add(survival, width, got, SHARED)
+        everyone = live.untrimmed and set(live.requests) == self._coasting and not self.record
+        self._coast = COAST if everyone and all(map(self._settled, live.tracks)) else 0
+
+    def _settled(self, track: Track) -> bool:
+        """Whether what was decided for a request, on evidence, may stand for a few steps."""
+        kind = self._kind(track)
+        return kind == "fixed" or (kind != "threshold" and track.pays)
 
     def drop(self, request: Request) -> None:
         """The request is over."""
         self.tracks.pop(request, None)
+        self._coasting.discard(request)
 
     def open(self, request: Request, sampler: RequestSampler) -> Track:
         """The track of a request, begun when it is first seen."""

@@ -100,14 +100,12 @@ class Confidence:
         calibrated goes by the head as it is.
         """
         out = np.empty(signals.head.shape)
-        features = None
         for mode, rows in _grouped(modes).items():
             if mode in self.calibrations or signals.top is None:
                 logits = np.nan_to_num(signals.head[rows], nan=-50.0, posinf=50.0, neginf=-50.0)
                 out[rows] = calibrated(logits, self.calibrations.get(mode, [1.0] * self.slots))
             else:
-                features = signals.features() if features is None else features
-                out[rows] = self.estimator(mode).predict(features[rows])
+                out[rows] = self.estimator(mode).predict(signals.features[rows])
         return survivals(out)
 
     def learn(
@@ -116,11 +114,10 @@ class Confidence:
         """Outcomes of the blocks that :meth:`survival` was asked about, [R] each."""
         if signals.top is None:
             return
-        features = None
         for mode, rows in _grouped(modes).items():
             if mode not in self.calibrations:
-                features = signals.features() if features is None else features
-                self.estimator(mode).learn(features[rows], admitted[rows], accepted[rows])
+                own = signals.features[rows]
+                self.estimator(mode).learn(own, admitted[rows], accepted[rows])
 
     def estimator(self, mode: Mode) -> AcceptanceEstimator:
         """The one of ``mode``, made on first use."""

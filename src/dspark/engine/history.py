@@ -62,7 +62,7 @@ class Tally:
 @dataclass
 class Track:
     """One request. ``recent`` holds the survivals of its last two blocks, the older one first;
-    ``idle`` counts steps since it last drafted."""
+    ``idle`` counts steps since it last drafted, ``pays`` says that it was weighed and should."""
 
     mode: Mode
     scheduler: SchedulerName
@@ -72,6 +72,7 @@ class Track:
     wait: int = FIRST_WAIT
     drafts: bool = True
     probing: bool = False
+    pays: bool = False
 
     def predict(self, shared: Tally) -> Floats | None:
         """Survivals [K] of its next block, None before its first or while ``shared``, the tally of
@@ -87,10 +88,11 @@ class Track:
 
     def first(self, shared: Tally) -> None:
         """Nothing is known of it: one block costs little and tells much."""
-        self.drafts, self.probing = True, not shared.young
+        self.drafts, self.probing, self.pays = True, not shared.young, False
 
     def decide(self, worth: bool, least_wait: float) -> None:
         """Draft next, or wait ``least_wait`` steps at least: ``worth`` is what is predicted."""
+        self.pays = worth
         if worth:
             self.drafts, self.probing, self.wait = True, False, FIRST_WAIT
             return
