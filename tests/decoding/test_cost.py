@@ -54,6 +54,19 @@ def test_real_steps_move_the_curve_towards_themselves_most_where_they_are() -> N
     assert costs.observed == 60
 
 
+def test_a_cold_step_is_soon_forgotten_and_a_lasting_change_soon_followed() -> None:
+    """A size whose first step was slow (its kernels were made) must not look dear for good."""
+    costs = CostTable(Curve((1,), (0.004,)), Curve((1, 64), (0.02, 0.08)))
+    costs.observe(0, 0.0, 64, 0.8)
+    assert costs.verify_seconds(64)[64] < 0.08 * 1.04
+    for _ in range(40):
+        costs.observe(0, 0.0, 64, 0.08 * 1.5)
+    assert costs.verify_seconds(64)[64] == pytest.approx(0.08 * 1.5, rel=0.05)
+    for _ in range(40):
+        costs.observe(0, 0.0, 64, 0.08)
+    assert costs.verify_seconds(64)[64] == pytest.approx(0.08, rel=0.05)
+
+
 def test_one_disturbed_step_moves_little_and_a_frozen_table_nothing() -> None:
     costs = table()
     costs.observe(0, 0.0, 8, 5.0)

@@ -29,8 +29,9 @@ from dspark.errors import DecodingError
 NEAR = 0.15
 # .. and every other knot by this share.
 FAR = 0.03
-# A step that took longer than this many times its prediction was disturbed by something else.
-OUTLIER = 2.0
+# A step moves the curve no further than these ratios would. Disturbances only ever make it longer (the
+# first step of a size also makes its kernels), and a size that is then avoided is not seen again.
+FASTER, SLOWER = 0.5, 1.25
 
 
 def isotonic(values: Sequence[float], weights: Sequence[float] | None = None) -> list[float]:
@@ -82,7 +83,7 @@ class Curve:
 
     def moved(self, count: int, ratio: float) -> Curve:
         """This curve after a step of ``count`` took ``ratio`` times what it says."""
-        step = math.log(min(max(ratio, 1 / OUTLIER), OUTLIER))
+        step = math.log(min(max(ratio, FASTER), SLOWER))
         place = int(np.searchsorted(self.at, count))
         near = dict.fromkeys(range(len(self.at)), 0.0)
         if place == len(self.at) or self.at[place] == count:
