@@ -15,11 +15,11 @@ CPU = torch.device("cpu")
 
 def test_a_forward_beyond_the_capacity_is_refused_before_anything_is_written() -> None:
     cache = RowCache(1, 1, 4, ((1, 2),), torch.float32, CPU)
-    rows = torch.ones(1, 1, 3, 2)
+    rows = torch.ones(1, 3, 1, 2)
     cache.append(0, Span.at(0, 3, 1, CPU), rows)
     with pytest.raises(DecodingError, match="reaches token 5"):
         cache.append(0, Span.at(2, 3, 1, CPU), 2 * rows)
-    kept = cache.append(0, Span.at(3, 1, 1, CPU), 3 * rows[:, :, :1])[0]
+    kept = cache.append(0, Span.at(3, 1, 1, CPU), 3 * rows[:, :1])[0]
     assert kept[0, 0, :, 0].tolist() == [1, 1, 1, 3]
 
 

@@ -272,6 +272,9 @@ class PagePool:
         for page in reversed(table.pages):
             self._drop(page)
         table.pages, table.keys, table.rows, table.draft_rows = [], [], 0, 0
+        if len(self._free) == self.count:
+            # In order again, or the next lone request's pages would wrap around and be gathered.
+            self._free = dict.fromkeys(range(self.count))
 
     def forget_all(self) -> None:
         """Make nothing findable any more (other weights were loaded)."""

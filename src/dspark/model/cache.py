@@ -81,7 +81,8 @@ class Rows(Protocol):
     def states(self) -> States | None: ...
 
     def append(self, layer: int, span: Span, *new: Tensor) -> list[Tensor]:
-        """Write new rows [B, heads, T, width]; return all rows that queries may see."""
+        """Write new rows [B, T, heads, width]; return all that queries may see, [B, heads, N,
+        width]."""
         ...
 
 
@@ -110,7 +111,7 @@ class RowCache:
         ]  # fmt: skip
 
     def append(self, layer: int, span: Span, *new: Tensor) -> list[Tensor]:
-        """Write new rows [B, heads, T, width]; return all rows up to ``span.reach``."""
+        """Write new rows [B, T, heads, width]; return all up to ``span.reach`` by heads."""
         if span.reach > self.capacity:
             raise DecodingError(
                 expected=f"at most {self.capacity} cached tokens",
@@ -121,10 +122,10 @@ class RowCache:
         out = []
         for rows, fresh in zip(self.layers[layer], new, strict=True):
             if span.start is not None:
-                rows[:, :, span.start : span.reach] = fresh
+                rows[:, :, span.start : span.reach] = fresh.transpose(1, 2)
             else:
                 slots = torch.arange(self.batch, device=rows.device).unsqueeze(-1)
-                rows[slots, :, span.positions] = fresh.transpose(1, 2)
+                rows[slots, :, span.positions] = fresh
             out.append(rows[:, :, : span.reach])
         return out
 

@@ -21,15 +21,15 @@ from dspark.model.cache import Rows, Span
 from dspark.model.layers import RMSNorm, Rope, rotate, rotate_halves
 from dspark.model.windows import Mask, attend
 
-SHORT = 16  # queries up to which the grouped product beats SDPA on CPU
-SHORT_CONTEXT = 400  # keys up to which SDPA beats it for a lone query (18 against 29 us at 100)
+SHORT = 16  # queries up to which the grouped product beats SDPA on CPU, for several requests
 
 
 def attend_few(q: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """q [B, heads, T, d] over key/value [B, kv_heads, N, d] -> [B, heads, T, d], for few queries.
 
     Two products grouped by key head read every key once. SDPA's CPU kernel pads query blocks and
-    measured 5x slower (batch 64, one query, 181 keys). ``mask`` is boolean, [T, N] or
+    measured 5x slower (batch 64, one query, 181 keys); a lone request's it runs faster (20 against
+    30 us for one query, 64 against 78 for eight, over 256 keys). ``mask`` is boolean, [T, N] or
     [B, 1, T, N], True = may attend; every query must see a key.
     """
     heads, kv_heads, length = q.shape[1], key.shape[1], q.shape[2]
@@ -72,17 +72,18 @@ class GroupedAttention(nn.Module):
         else:
             qk = rotate(qkv[..., :rotated, :], rotation)
             q, k = torch.split(qk, [self.heads, self.kv_heads], -2)
-        key, value = k.transpose(1, 2), qkv[..., rotated:, :].transpose(1, 2)
+        value = qkv[..., rotated:, :]
         if cache is not None:
-            key, value = cache.append(self.layer, span, key, value)
+            key, value = cache.append(self.layer, span, k, value)
+        else:
+            key, value = k.transpose(1, 2), value.transpose(1, 2)
         out = self._attend(span.spread(q).transpose(1, 2), key, value, span)
         mixed: Tensor = self.o_proj(span.flatten(out.transpose(1, 2)).flatten(-2))
         return mixed
 
     def _attend(self, q: Tensor, key: Tensor, value: Tensor, span: Span) -> Tensor:
         """q [B, heads, T, d] over key/value [B, kv_heads, N, d] -> [B, heads, T, d]."""
-        alone = q.shape[0] == q.shape[2] == 1 and key.shape[2] <= SHORT_CONTEXT
-        if alone or q.shape[2] > SHORT or span.causal:
+        if len(q) == 1 or q.shape[2] > SHORT or span.causal:
             return F.scaled_dot_product_attention(
                 q,
                 key,

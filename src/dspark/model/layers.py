@@ -23,11 +23,6 @@ from torch import Tensor, nn
 from dspark.config.architecture import RopeParameters
 from dspark.config.hybrid import SituConfig
 
-# oneDNN's product of one row reads a large fp32 weight more slowly than that of four rows (272
-# against 242 microseconds for 3072 x 576 on 2 cores): from this many elements a lone row is sent
-# as four.
-WIDENED = 800_000
-
 
 class RMSNorm(nn.Module):
     """``x / rms(x) * weight`` over the last dimension, computed in fp32. Shapes are kept."""
@@ -169,20 +164,16 @@ class PackedLinear(nn.Module):
             weight.detach().to(dtype).contiguous()
         )
         self._bias = None if bias is None else bias.detach().to(dtype)
-        self._widens = dtype == torch.float32 and weight.numel() >= WIDENED
+        # The overload itself: four look-ups less on a path that is called 120 times a token.
+        self._operator = torch.ops.mkldnn._linear_pointwise.default
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._widens and x.numel() == self.in_features:
-            four = self._product(x.reshape(1, -1).expand(4, -1).contiguous())
-            return four[0].view(*x.shape[:-1], -1)
         if x.dtype == self._dtype:
             return self._product(x)
         return self._product(x.to(self._dtype)).to(x.dtype)
 
     def _product(self, rows: Tensor) -> Tensor:
-        # The overload by name: one lookup less on a path that is called 120 times a token.
-        product = torch.ops.mkldnn._linear_pointwise.default
-        out: Tensor = product(rows, self._packed, self._bias, "none", [], "")
+        out: Tensor = self._operator(rows, self._packed, self._bias, "none", [], "")
         return out
 
 

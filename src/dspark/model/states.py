@@ -136,7 +136,9 @@ class HybridCache(NamedTuple):
 
     def append(self, layer: int, span: Span, *new: Tensor) -> list[Tensor]:
         """As :class:`Rows`; without rows a sequence sees only itself."""
-        return list(new) if self.rows is None else self.rows.append(layer, span, *new)
+        if self.rows is None:
+            return [rows.transpose(1, 2) for rows in new]
+        return self.rows.append(layer, span, *new)
 
 
 class FreshStates:

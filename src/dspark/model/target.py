@@ -116,7 +116,7 @@ class LatentTargetAttention(nn.Module):
     def forward(self, x: Tensor, rotation: Tensor | None, span: Span, cache: Rows | None) -> Tensor:
         rows = self.core.rows(x, rotation)
         if cache is not None:
-            rows = cache.append(self.layer, span, rows.unsqueeze(1))[0].squeeze(1)
+            rows = cache.append(self.layer, span, rows.unsqueeze(2))[0].squeeze(1)
         nope, roped = (span.spread(q) for q in self.core.queries(x, rotation))
         if nope.shape[1] <= SHORT and not span.causal:
             # Reading latent rows as they lie beats expanding the whole context for few queries.
