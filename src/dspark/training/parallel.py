@@ -12,6 +12,7 @@ whole on every rank: nothing of it is ever reduced.
 
 from __future__ import annotations
 
+import gc
 import os
 import types
 from typing import Any
@@ -56,7 +57,12 @@ class Ranks(Solo):
     sharded = True
 
     def __init__(self, device: torch.device) -> None:
+        # Imported before there is a group: functions of torch.distributed.nn, which this imports,
+        # would keep it in their defaults for ever.
+        import torch.distributed.fsdp  # noqa: F401
+
         self.device = device
+        self.mesh: Any = None
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
@@ -76,7 +82,7 @@ class Ranks(Solo):
         for tensor in (*draft.parameters(), *draft.buffers()):
             # Complex numbers (rotations) are not known to every backend.
             dist.broadcast(torch.view_as_real(tensor) if tensor.is_complex() else tensor.data, 0)
-        mesh = init_device_mesh(self.device.type, (self.size,))
+        mesh = self.mesh = init_device_mesh(self.device.type, (self.size,))
         policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -113,7 +119,16 @@ class Ranks(Solo):
         dist.barrier()
 
     def end(self) -> None:
+        """Leave the group; sharded modules must be out of use.
+
+        Gloo's threads end with the last reference to their group, whatever was destroyed before.
+        One that is then still dropping tensors while the interpreter goes away aborts the process
+        ("terminate called without an active exception", pytorch/pytorch issue 190489). So nothing
+        of the group may be left: neither in modules nor in the mesh, which caches of DTensor keep.
+        """
         dist.destroy_process_group()
+        getattr(self.mesh, "_pg_registry", {}).clear()
+        gc.collect()
 
 
 def launched(device: torch.device) -> Solo:
