@@ -159,17 +159,8 @@ def train(folder: Path, endpoint: str, mode: str, **changes: Any) -> dict[str, A
     if group.rank == 0:
         (folder / "result.json").write_text(json.dumps(result))
     group.wait()
-    if group.sharded:
-        del trainer  # whose modules hold the group
-        group.end()
-        assert not threads_of("gloo"), "the group outlived its end"
+    group.end()
     return result
-
-
-def threads_of(name: str) -> list[str]:
-    """Threads of this process, also those that Python does not know, with ``name`` in theirs."""
-    found = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    return [thread for thread in found if name in thread]
 
 
 def run_teacher(endpoints: str, name: str) -> None:

@@ -12,9 +12,10 @@ whole on every rank: nothing of it is ever reduced.
 
 from __future__ import annotations
 
-import gc
 import os
+import time
 import types
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from torch import Tensor, nn
 from dspark.errors import TrainingError
 from dspark.model.draft import DSparkDraft
 from dspark.training.step import SHARDED_STEP, checked_layer_step
+
+GLOO_THREADS = "pt_gloo"
+END_SECONDS = 10.0
 
 
 class Solo:
@@ -57,12 +61,7 @@ class Ranks(Solo):
     sharded = True
 
     def __init__(self, device: torch.device) -> None:
-        # Imported before there is a group: functions of torch.distributed.nn, which this imports,
-        # would keep it in their defaults for ever.
-        import torch.distributed.fsdp  # noqa: F401
-
         self.device = device
-        self.mesh: Any = None
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
@@ -82,7 +81,7 @@ class Ranks(Solo):
         for tensor in (*draft.parameters(), *draft.buffers()):
             # Complex numbers (rotations) are not known to every backend.
             dist.broadcast(torch.view_as_real(tensor) if tensor.is_complex() else tensor.data, 0)
-        mesh = self.mesh = init_device_mesh(self.device.type, (self.size,))
+        mesh = init_device_mesh(self.device.type, (self.size,))
         policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -119,16 +118,26 @@ class Ranks(Solo):
         dist.barrier()
 
     def end(self) -> None:
-        """Leave the group; sharded modules must be out of use.
+        """Leave the group, and wait until its threads have nothing left to do.
 
-        Gloo's threads end with the last reference to their group, whatever was destroyed before.
-        One that is then still dropping tensors while the interpreter goes away aborts the process
-        ("terminate called without an active exception", pytorch/pytorch issue 190489). So nothing
-        of the group may be left: neither in modules nor in the mesh, which caches of DTensor keep.
+        Gloo's threads outlive their group while a module or a mesh refers to it. One that drops a
+        tensor while the interpreter goes away asks for its lock, and the process is aborted:
+        "terminate called without an active exception" (pytorch/pytorch issue 190489).
         """
         dist.destroy_process_group()
-        getattr(self.mesh, "_pg_registry", {}).clear()
-        gc.collect()
+        quiet, deadline = 0, time.monotonic() + END_SECONDS
+        while quiet < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)  # whoever waits for the interpreter's lock gets it now
+            quiet = 0 if at_work(GLOO_THREADS) else quiet + 1
+
+
+def at_work(name: str) -> bool:
+    """Whether a thread named ``name``... of this process runs or could (Linux; else False)."""
+    for path in Path("/proc/self/task").glob("*/stat"):
+        called, _, rest = path.read_text().partition("(")[2].rpartition(")")
+        if called.startswith(name) and rest.split()[0] != "S":
+            return True
+    return False
 
 
 def launched(device: torch.device) -> Solo:
