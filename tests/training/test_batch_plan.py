@@ -6,10 +6,11 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from tiny_models import BLOCK, record_of, tiny_records, tiny_target
+from tiny_models import BLOCK, record_of, tiny_records, tiny_section, tiny_target
 
 from dspark.errors import TrainingError
 from dspark.hidden.record import HiddenRecord
+from dspark.hidden.rows import Row
 from dspark.model.windows import Windows
 from dspark.training.anchors import Blocks
 from dspark.training.batches import (
@@ -18,6 +19,8 @@ from dspark.training.batches import (
     require_normed,
     split_validation,
 )
+from dspark.training.parallel import Solo
+from dspark.training.streamed import Sizes, StreamPlan
 
 TARGET = tiny_target()
 RECORDS = tiny_records(TARGET, 11)
@@ -111,3 +114,14 @@ def test_states_from_before_the_norm_are_refused_by_the_loop_itself() -> None:
     with pytest.raises(TrainingError, match="final norm"):
         require_normed([*RECORDS[:2], replace(RECORDS[2], norm_state="pre")])
     require_normed(RECORDS)
+
+
+def test_a_stream_asks_for_the_batches_that_its_lengths_allow() -> None:
+    """It once cut them by ``batch_size`` alone, and an epoch was not an epoch."""
+    rows = [Row(f"{i:02d}", "made", 0.0, (7,) * (5 + 9 * (i % 4)), 3) for i in range(24)]
+    section = tiny_section(mode="replay", order="length", batch_size=6, batch_tokens=64)
+    own = StreamPlan(rows, section, BLOCK, Sizes(2, 8, 4), Solo())
+    asked = [group.rows for group in own._groups(0, own.per_epoch)]
+    assert sorted(r.id for part in asked for r in part) == [r.id for r in own.rows]
+    padded = [len(part) * max(r.longest for r in part) for part in asked]
+    assert max(padded) <= 64 < 6 * max(r.longest for r in rows)

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import streaming_run
 import torch
+import torch.distributed as dist
 from streaming_run import Process
 from test_streamed_training import assert_every_row_thrice, place
 from tiny_models import one_thread  # noqa: F401 (autouse)
 
 from dspark.errors import TrainingError
-from dspark.training.parallel import Solo, require_even
+from dspark.training.parallel import GLOO_THREADS, Ranks, Solo, at_work, require_even
 from endpoints import free_endpoint
 
 
@@ -108,3 +109,19 @@ def test_a_window_that_ranks_cannot_share_is_refused() -> None:
     with pytest.raises(TrainingError) as caught:
         require_even(4, group)
     assert "Set it to 6" in caught.value.fix
+
+
+def test_a_rank_does_not_end_before_its_threads_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that drops a tensor while the interpreter goes away aborts the process."""
+    port = free_endpoint().rsplit(":")[-1]
+    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    group = Ranks(torch.device("cpu"))
+    kept = dist.group.WORLD  # as a sharded module does
+    for _ in range(3000):
+        dist.all_reduce(torch.zeros(1000), async_op=True)
+    busy = at_work(GLOO_THREADS)
+    group.end()
+    assert (busy, at_work(GLOO_THREADS)) == (True, False)
+    del kept

@@ -13,7 +13,6 @@ replaced with them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -198,30 +197,6 @@ class PackedNorm(RMSNorm):
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         out: Tensor = x / torch.hypot(length, self._floor) * self._scaled
         return out
-
-
-def product_with(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """``x -> x @ weight.T`` [R, out] of a frozen ``weight`` [out, in] for a few hundred rows.
-
-    On CPUs oneDNN's kernel is a third faster at it than the BLAS that ``@`` asks. No gradients.
-    """
-
-    def fast(x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-        return out
-
-    known = weight.device.type == "cpu" and weight.dtype == torch.float32
-    if known and weight.is_contiguous() and torch.backends.mkldnn.is_available():
-        # The operator is private to torch, so it is probed with real numbers.
-        few = weight[:8].detach()
-        probe = torch.linspace(-1, 1, few.shape[1]).expand(2, -1).contiguous()
-        try:
-            got = torch.ops.mkldnn._linear_pointwise(probe, few, None, "none", [], "")
-        except (RuntimeError, AttributeError, NotImplementedError):
-            return lambda x: x @ weight.T
-        if torch.allclose(got, probe @ few.T, rtol=1e-4, atol=1e-4 * float(few.abs().max())):
-            return fast
-    return lambda x: x @ weight.T
 
 
 def packed_or_plain(linear: nn.Linear, dtype: torch.dtype) -> nn.Module:

@@ -15,7 +15,7 @@ the exact one for a draft that never proposes anything else: with the target's `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dspark.model.layers import product_with
+from dspark.model.products import product
 
 CPU_CHUNK = 20 * 2**20  # bytes of one [chunk, V'] tensor in fp32
+CPU_PART = 2**20  # of which so many are worked on at a time between the products
 
 
 def slot_weights(block_size: int, decay: float) -> Tensor:
@@ -62,28 +63,82 @@ def rows_at_once(chunk: int, vocabulary: int, device: str) -> int:
     return min(chunk, max(16, CPU_CHUNK // (4 * vocabulary)))
 
 
-def _targets(
-    t: Tensor, log_z: Tensor | None, head: Callable[[Tensor], Tensor], source: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """p over the support [R, V'], the target mass outside it [R] and argmax p [R, 1].
+def _parts(start: int, stop: int, vocabulary: int, device: str) -> Iterator[tuple[slice, slice]]:
+    """Rows of a chunk (counted from its first one, and from the first of all) in parts.
 
-    Rows of one ``source`` that lie together have one distribution, which is computed once: blocks
-    overlap, and with many anchors most slots ask for a position that another block asks for too.
+    Between the products a chunk is read and written ten times, and on a CPU a part of it stays in
+    the core's own cache meanwhile. Elsewhere parts only bound what is held beside the chunk.
     """
-    distinct, back, sizes = torch.unique_consecutive(
-        source, return_inverse=True, return_counts=True
-    )
-    again = len(distinct) < len(source)
-    first = sizes.cumsum(0) - sizes
-    p = head(t[first] if again else t)
-    if log_z is None:
-        p = torch.softmax(p, -1)
-        outside = p.new_zeros(len(p))
-    else:
-        p = p.sub_((log_z[first] if again else log_z).unsqueeze(-1)).exp_()
-        outside = (1 - p.sum(-1)).clamp_min(0)
-    choice = p.argmax(-1, keepdim=True)
-    return (p[back], outside[back], choice[back]) if again else (p, outside, choice)
+    size = stop - start
+    each = max(1, CPU_PART // (4 * vocabulary)) if device == "cpu" else -(-size // 4)
+    for first in range(0, size, each):
+        last = min(size, first + each)
+        yield slice(first, last), slice(start + first, start + last)
+
+
+@dataclass(frozen=True)
+class _Targets:
+    """The target's distributions at a chunk's D distinct positions: p over the support [D, V'], the
+    mass outside it [D] and argmax p [D, 1]. ``back`` [R] is the one of every row.
+    """
+
+    p: Tensor
+    outside: Tensor
+    choice: Tensor
+    back: Tensor
+
+    @staticmethod
+    def of(t: Tensor, log_z: Tensor | None, head: Tensor, source: Tensor) -> _Targets:
+        """Rows of one ``source`` that lie together have one distribution, computed once: blocks
+        overlap, and with many anchors most slots ask for a position that another block asks for.
+        """
+        _, back, sizes = torch.unique_consecutive(source, return_inverse=True, return_counts=True)
+        first = sizes.cumsum(0) - sizes
+        p = product(t[first], head)
+        if log_z is None:
+            torch.softmax(p, -1, out=p)
+            outside = p.new_zeros(len(p))
+        else:
+            p.sub_(log_z[first].unsqueeze(-1)).exp_()
+            outside = (1 - p.sum(-1)).clamp_min(0)
+        return _Targets(p, outside, p.argmax(-1, keepdim=True), back)
+
+    def at(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """p (a copy), outside and choice of ``rows``."""
+        back = self.back[rows]
+        return self.p[back], self.outside[back], self.choice[back]
+
+
+def _finish(
+    logits: Tensor,
+    target: tuple[Tensor, Tensor, Tensor],
+    labels: Tensor,
+    ce_weight: Tensor,
+    l1_weight: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ce, l1 and agree of rows [R]; their ``logits`` [R, V'] become the loss's gradient for them.
+
+    ``target`` is :meth:`_Targets.at`, whose p is used up.
+    """
+    p, outside, choice = target
+    q = torch.softmax(logits, -1)
+    inside = labels >= 0
+    picked = labels.clamp_min(0).unsqueeze(-1)
+    most = q.amax(-1)
+    # The largest logit and its probability (at least 1/V) give the sum of exponentials.
+    log_sum = logits.amax(-1) - most.log()
+    ce = torch.where(inside, log_sum - logits.gather(-1, picked).squeeze(-1), 0.0)
+    agree = (q.gather(-1, choice).squeeze(-1) >= most).to(q.dtype)
+    difference = torch.sub(q, p, out=p)
+    sign = torch.sign(difference, out=logits)
+    # Not linalg.vector_norm: its sums over a large vocabulary are off by 4e-5.
+    l1 = torch.linalg.vecdot(difference, sign) + outside
+    # d L1 / d logits = q * (sign(q - p) - sum_v q_v sign_v); d CE / d logits = q - onehot.
+    mean = torch.linalg.vecdot(q, sign).unsqueeze(-1)
+    weight = torch.where(inside, ce_weight, 0.0).unsqueeze(-1)
+    share = l1_weight.unsqueeze(-1)
+    sign.mul_(share).add_(weight - share * mean).mul_(q).scatter_add_(-1, picked, -weight)
+    return ce, l1, agree
 
 
 class FusedDraftLoss(torch.autograd.Function):
@@ -103,42 +158,33 @@ class FusedDraftLoss(torch.autograd.Function):
         l1_weight: Tensor,
         source: Tensor,
         chunk: int,
+        learns: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """h [R, H], m [R, r], w2 [V', r], head [V', H], t [R, H], labels [R] (-1: outside)."""
-        grad_h, grad_m, grad_w2 = torch.empty_like(h), torch.empty_like(m), torch.zeros_like(w2)
+        """h [R, H], m [R, r], w2 [V', r], head [V', H], t [R, H], labels [R] (-1: outside).
+
+        ``learns``: whether anybody will ask for the gradients, half of the work.
+        """
+        grad_h, grad_m = torch.empty_like(h), torch.empty_like(m)
+        grad_w2 = w2.new_zeros(w2.shape[::-1])
         ce, l1, agree = (h.new_empty(len(h)) for _ in range(3))
-        logits_of = product_with(head)
-        chunk = rows_at_once(chunk, len(head), head.device.type)
+        device = head.device.type
+        chunk = rows_at_once(chunk, len(head), device)
         for start in range(0, len(h), chunk):
-            s = slice(start, start + chunk)
-            p, outside, choice = _targets(
-                t[s], None if log_z is None else log_z[s], logits_of, source[s]
-            )
-            # Three tensors of [chunk, V'] are alive from here on, changed in place.
-            logits = logits_of(h[s]).addmm_(m[s], w2.T)
-            q = torch.softmax(logits, -1)
-            inside = labels[s] >= 0
-            picked = labels[s].clamp_min(0).unsqueeze(-1)
-            most = q.amax(-1)
-            # The largest logit and its probability (at least 1/V) give the sum of exponentials.
-            log_sum = logits.amax(-1) - most.log()
-            ce[s] = torch.where(inside, log_sum - logits.gather(-1, picked).squeeze(-1), 0.0)
-            agree[s] = (q.gather(-1, choice).squeeze(-1) >= most).to(h.dtype)
-            difference = torch.sub(q, p, out=p)
-            sign = torch.sign(difference, out=logits)
-            # Not linalg.vector_norm: its sums over a large vocabulary are off by 4e-5.
-            l1[s] = torch.linalg.vecdot(difference, sign) + outside
-            # d L1 / d logits = q * (sign(q - p) - sum_v q_v sign_v); d CE / d logits = q - onehot.
-            mean = torch.linalg.vecdot(q, sign).unsqueeze(-1)
-            weight = torch.where(inside, ce_weight[s], 0.0).unsqueeze(-1)
-            share = l1_weight[s].unsqueeze(-1)
-            grad = sign.mul_(share).add_(weight - share * mean).mul_(q)
-            grad.scatter_add_(-1, picked, -weight)
-            grad_h[s] = grad @ head
-            grad_m[s] = grad @ w2
-            grad_w2.addmm_(grad.T, m[s])
-            # Or the next chunk would begin beside the tensors of this one.
-            del p, q, logits, difference, sign, grad
+            s = slice(start, min(len(h), start + chunk))
+            # Two tensors of [chunk, V'] are alive at any time, besides a part's.
+            logits = product(h[s], head)
+            logits += product(m[s], w2)
+            targets = _Targets.of(t[s], None if log_z is None else log_z[s], head, source[s])
+            for part, rows in _parts(s.start, s.stop, len(head), device):
+                ce[rows], l1[rows], agree[rows] = _finish(
+                    logits[part], targets.at(part), labels[rows], ce_weight[rows], l1_weight[rows]
+                )
+            del targets
+            if learns:
+                grad_h[s] = product(logits, head.T)
+                grad_m[s] = product(logits, w2.T)
+                grad_w2 += product(m[s].T, logits.T)
+            del logits  # or the next chunk would begin beside it
         ctx.save_for_backward(grad_h, grad_m, grad_w2)
         ctx.mark_non_differentiable(ce, l1, agree)
         loss = (ce * ce_weight).sum() + (l1 * l1_weight).sum()
@@ -148,7 +194,7 @@ class FusedDraftLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_h, grad_m, grad_w2 = ctx.saved_tensors
         scale = grads[0]
-        return (grad_h * scale, grad_m * scale, grad_w2 * scale, *(None,) * 8)
+        return (grad_h * scale, grad_m * scale, (grad_w2 * scale).T, *(None,) * 9)
 
 
 @dataclass(frozen=True)
@@ -201,6 +247,7 @@ def draft_loss(
         weight * l1_c,
         source,
         chunk,
+        torch.is_grad_enabled(),
     )
     stats = RowStats(ce, l1, agree, (rows.labels >= 0).to(ce.dtype))
     bce = F.binary_cross_entropy_with_logits(

@@ -27,7 +27,7 @@ from dspark.training.anchors import bounds_of
 from dspark.training.loss import rows_at_once
 from dspark.training.step import layer_step
 
-LOSS_COPIES = 3  # [chunk, V] tensors alive at once: p, logits and their softmax
+LOSS_COPIES = 3  # [chunk, V] tensors alive at once: logits, p and what parts of them need
 FP32, BF16 = 4, 2
 
 

@@ -13,7 +13,9 @@ whole on every rank: nothing of it is ever reduced.
 from __future__ import annotations
 
 import os
+import time
 import types
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,9 @@ from torch import Tensor, nn
 from dspark.errors import TrainingError
 from dspark.model.draft import DSparkDraft
 from dspark.training.step import SHARDED_STEP, checked_layer_step
+
+GLOO_THREADS = "pt_gloo"
+END_SECONDS = 10.0
 
 
 class Solo:
@@ -113,7 +118,26 @@ class Ranks(Solo):
         dist.barrier()
 
     def end(self) -> None:
+        """Leave the group, and wait until its threads have nothing left to do.
+
+        Gloo's threads outlive their group while a module or a mesh refers to it. One that drops a
+        tensor while the interpreter goes away asks for its lock, and the process is aborted:
+        "terminate called without an active exception" (pytorch/pytorch issue 190489).
+        """
         dist.destroy_process_group()
+        quiet, deadline = 0, time.monotonic() + END_SECONDS
+        while quiet < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)  # whoever waits for the interpreter's lock gets it now
+            quiet = 0 if at_work(GLOO_THREADS) else quiet + 1
+
+
+def at_work(name: str) -> bool:
+    """Whether a thread named ``name``... of this process runs or could (Linux; else False)."""
+    for path in Path("/proc/self/task").glob("*/stat"):
+        called, _, rest = path.read_text().partition("(")[2].rpartition(")")
+        if called.startswith(name) and rest.split()[0] != "S":
+            return True
+    return False
 
 
 def launched(device: torch.device) -> Solo:

@@ -70,17 +70,20 @@ class StreamPlan:
     ) -> None:
         self.rows, self.held = split_rows(rows, section.stream.held_rows)
         self.section, self.block_size, self.sizes, self.group = section, block_size, sizes, group
-        lengths = [len(r.ids) for r in self.rows] if section.order == "length" else None
-        self.order = Order(
+        self.order = self._order()
+        self.normed = normed
+        self._reader: StreamReader | None = None
+        self._warm = self._warm_groups()
+
+    def _order(self) -> Order:
+        section = self.section
+        return Order(
             len(self.rows),
-            lengths,
+            [len(r.ids) for r in self.rows] if section.order == "length" else None,
             batch_size=section.batch_size,
             seed=section.seed,
             batch_tokens=section.batch_tokens,
         )
-        self.normed = normed
-        self._reader: StreamReader | None = None
-        self._warm = self._warm_groups()
 
     # --- bytes -------------------------------------------------------------------------------
 
@@ -173,12 +176,7 @@ class StreamPlan:
 
     def _groups(self, first: int, last: int) -> Iterator[Group]:
         # The order keeps one epoch at a time, and the reader's thread runs ahead of the trainer.
-        order = Order(
-            len(self.rows),
-            self.order.lengths,
-            batch_size=self.section.batch_size,
-            seed=self.section.seed,
-        )
+        order = self._order()
         for number in range(first, last):
             if number % self.group.size == self.group.rank:
                 rows = tuple(self.rows[i] for i in order.at(number))

@@ -145,7 +145,8 @@ class Watchdog:
         self._beat = time.monotonic()
         self._waits = 0
         self._ended = threading.Event()
-        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
 
     def beat(self) -> None:
         self._beat = time.monotonic()
@@ -161,6 +162,7 @@ class Watchdog:
 
     def end(self) -> None:
         self._ended.set()
+        self._thread.join(1.0)
 
     def _run(self) -> None:
         while not self._ended.wait(min(1.0, self.seconds / 4)):
