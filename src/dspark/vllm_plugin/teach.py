@@ -149,6 +149,8 @@ def main() -> None:
             )
             try:
                 print(f"{teach(link, maker)} records taught", flush=True)
+                if isinstance(maker.player, Played):
+                    print(f"conversations: {dict(sorted(maker.player.tally.items()))}", flush=True)
             finally:
                 link.close()
     except DSparkError as error:
