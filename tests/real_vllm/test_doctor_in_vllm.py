@@ -59,7 +59,8 @@ def test_layers_that_are_one_too_high_are_found_by_what_vllm_computes(
     (tmp_path / "draft").mkdir()
     shutil.copy(run / "draft" / "model.safetensors", tmp_path / "draft")
     raw = json.loads((run / "draft" / "config.json").read_text())
-    raw["target_layer_ids"] = raw["dspark_target_layer_ids"] = [1, 2]
+    for key in {"target_layer_ids", "dspark_target_layer_ids"} & set(raw):
+        raw[key] = [1, 2]
     del raw["dspark_provenance"]["trained"]
     (tmp_path / "draft" / "config.json").write_text(json.dumps(raw))
     checks = examined(pair, tmp_path / "draft", monkeypatch)
