@@ -10,22 +10,10 @@ block that was drafted behind a real anchor: request, anchor's position and id, 
 
 from __future__ import annotations
 
-import os
-import types
-
-os.environ["TRITON_INTERPRET"] = "1"
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-
-import triton.backends
-
-# What vLLM looks at to decide whether there is a Triton at all; the interpreter needs no driver.
-triton.backends.backends["cpu"] = types.SimpleNamespace(
-    driver=types.SimpleNamespace(is_active=lambda: True), compiler=None
-)
-
 import json
 from typing import Any
 
+import interpreted_triton  # noqa: F401  (before anything of vLLM)
 from engine_setup import job_folder, mend_grouped_norm, write_answer
 from vllm import LLM, SamplingParams
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
