@@ -57,7 +57,7 @@ def main() -> None:
         folder,
         {
             "runner": type(runner).__mro__[1].__module__,
-            "speculator": type(runner.speculator).__name__,
+            "speculator": type(runner.speculator).__module__,
             "grouped norm was wrong by": wrong,
             "answers": [list(o.token_ids) for a in answers for o in a.outputs],
             "requests": [a.request_id for a in answers],

@@ -22,13 +22,19 @@ def pair(request: pytest.FixtureRequest) -> TrainedPair:
     return trained_pair(Path(request.config.cache.mkdir("vllm")), request.param)
 
 
-def examined(pair: TrainedPair, draft: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def examined(
+    pair: TrainedPair, draft: Path, monkeypatch: pytest.MonkeyPatch, *words: str
+) -> dict[str, Any]:
     monkeypatch.setenv("DSPARK_VLLM_PYTHON", str(vllm_python()))
     for name, value in environment(plugin=True).items():
         monkeypatch.setenv(name, value)
-    done = dspark("doctor", str(draft), "--engine", "vllm", "--target", str(pair.target), "--json")
+    done = dspark(
+        "doctor", str(draft), "--engine", "vllm", "--target", str(pair.target), "--json", *words
+    )
+    assert done.returncode in {0, 1}, done.stderr
+    assert done.stdout, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
-    assert done.returncode == (0 if found["sound"] else 1), done.stderr
+    assert found["sound"] == (done.returncode == 0)
     return {c["id"]: c for c in found["checks"]}
 
 
@@ -63,7 +69,8 @@ def test_layers_that_are_one_too_high_are_found_by_what_vllm_computes(
         raw[key] = [1, 2]
     del raw["dspark_provenance"]["trained"]
     (tmp_path / "draft" / "config.json").write_text(json.dumps(raw))
-    checks = examined(pair, tmp_path / "draft", monkeypatch)
+    words = ("--prompts", str(pair.root / "prompts.jsonl"))
+    checks = examined(pair, tmp_path / "draft", monkeypatch, *words)
     assert checks["live.engine"]["status"] == "pass"
     # The engine is right: its layer 1 is layer 1. The draft was trained on another.
     assert checks["live.taps"]["status"] == "pass"

@@ -31,7 +31,7 @@ from dspark.errors import MissingDependencyError
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(1800)]
 
-CONTEXT, TOKENS, TICKETS = 1024, 40, 60
+CONTEXT, TOKENS, TICKETS = 1024, 48, 60
 CHAT = ("Name three rivers of Africa.", "Why is the sky blue?", "Write a line about the sea.",
         "What is a prime number?", "Translate \'good morning\' into French.")  # fmt: skip
 
@@ -119,11 +119,21 @@ def test_acceptance_lies_in_the_interval_of_our_engine(asked: Asked, both: tuple
         assert sum(a == b for a, b in zip(texts, found["answers"], strict=True)) >= len(mine) - 1
         counts = [o.acceptance for o in mine if o.acceptance is not None]
         low, high = bootstrap_interval([(c.accepted, c.steps) for c in counts], seed=0)
-        steps = growth(both[1], batch, "spec_decode_num_drafts")
-        kept = 1 + matched(found, prompts) / steps
+        steps, kept = growth(both[1], batch, "spec_decode_num_drafts"), matched(found, prompts)
         told = acceptance_length(both[1], batch)
-        print(f"batch {batch}: ours {low:.2f} to {high:.2f}, vLLM {kept:.2f}, /metrics {told:.2f}")
-        assert low <= kept <= high
+        # vLLM drafts with one token to go, too, where our engine only takes it.
+        own = 1 + kept / (steps - drafted_for_one(found, prompts))
+        print(
+            f"batch {batch}: ours {low:.2f} to {high:.2f} in {sum(c.steps for c in counts)} steps, "
+            f"vLLM {own:.2f} in {steps}, /metrics {told:.2f}"
+        )
+        assert low <= own <= high
         # What it accepts behind the end of an answer, at most the last block of each, counts too.
-        assert kept <= told <= kept + len(mine) * 7 / steps
+        assert 1 + kept / steps <= told <= 1 + (kept + 7 * len(mine)) / steps
     assert acceptance_length(both[1], 0) > 2, "the draft learnt nothing, so nothing is compared"
+
+
+def drafted_for_one(found: dict[str, Any], prompts: list[list[int]]) -> int:
+    """Blocks that began one token before the limit."""
+    ends = {tuple(p + a): len(p) + TOKENS for p, a in zip(prompts, found["answers"], strict=True)}
+    return sum(ends[b.text] - b.position == 2 for b in blocks_of(found, prompts))
