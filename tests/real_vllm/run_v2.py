@@ -1,7 +1,7 @@
 """Inside the vLLM environment, without dspark: vLLM's own V2 runner and DSparkSpeculator on a CPU.
 
-vLLM runs its V2 runner on a CPU with triton-cpu. That build of Triton is not published for every
-machine, so the kernels go through Triton's interpreter here, which is slow and exact. Nothing of
+vLLM runs its V2 runner on a CPU with triton-cpu. That build of Triton does not come along with its
+CPU distribution, so the kernels go through Triton's interpreter here, slowly. Nothing of
 the runner or of the speculator is changed; what is mended beneath them is in ``engine_setup``.
 
 ``job.json`` in the job folder as in ``run_offline.py``, one batch; told are the answers and every
