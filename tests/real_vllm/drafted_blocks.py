@@ -19,9 +19,11 @@ from dspark.model.cache import Span
 
 @dataclass(frozen=True)
 class Drafted:
-    """One block: ids of the whole ``text``, the anchor's position and id, and the drafted ids."""
+    """One block: ids of the whole ``text`` behind a ``prompt`` of so many tokens, the anchor's
+    position and id, and the drafted ids."""
 
     text: tuple[int, ...]
+    prompt: int
     position: int
     anchor: int
     tokens: list[int]
@@ -40,25 +42,27 @@ def acceptance_length(found: list[dict[str, Any]], batch: int) -> float:
 
 
 def blocks_of(found: dict[str, Any], prompts: list[list[int]]) -> list[Drafted]:
-    """Every block of one batch whose anchor is part of the answer or ends the prompt."""
+    """Every block of one batch whose anchor is part of the text, in the prompt's chunks too."""
     texts = {
-        name: tuple(prompt + answer)
+        name: (tuple(prompt + answer), len(prompt))
         for name, prompt, answer in zip(found["requests"], prompts, found["answers"], strict=True)
     }
     rows = []
     for name, position, anchor, tokens in found["drafted"]:
         # vLLM adds a random ending to the names of requests.
-        text = texts[name.rpartition("-")[0]]
+        text, start = texts[name.rpartition("-")[0]]
         if position < len(text):
             assert text[position] == anchor
-            rows.append(Drafted(text, position, anchor, tokens))
+            rows.append(Drafted(text, start, position, anchor, tokens))
     return rows
 
 
 def matched(found: dict[str, Any], prompts: list[list[int]]) -> int:
-    """Tokens of vLLM's blocks that agree with the text behind their anchor, counted to its end."""
+    """Tokens of the answers' blocks that agree with the text behind their anchor, to its end."""
     total = 0
     for block in blocks_of(found, prompts):
+        if block.position < block.prompt:
+            continue  # behind a chunk of the prompt; vLLM throws it away
         for at, token in enumerate(block.tokens, start=block.position + 1):
             if at >= len(block.text) or block.text[at] != token:
                 break
