@@ -1,16 +1,19 @@
 """vLLM plain, vLLM with our draft, and our own engine both ways, on the same prompts.
 
-    python benchmarks/against_vllm.py runs/quickstart --out benchmarks/results/against_vllm.json
+    python benchmarks/against_vllm.py RUN --arm ours-plain --out FILE.json
 
-Held-out prompts of a finished run, the workload's first, temperature 0, fp32, one thread, prefix
-caches off. vLLM (``make vllm``) runs eagerly, without its compiler, as it is started from here.
-Tokens per second are tokens emitted per second of wall time, prompts included: medians over rounds.
+Held-out prompts of a finished run, the workload's first, temperature 0, fp32, prefix caches off.
+Every arm is a call of its own, a fresh process, so that each needs a quiet machine for a minute or
+two only; what it found is put into ``--out`` beside the others. vLLM (``make vllm``) runs eagerly,
+without its compiler, as dspark starts it on a CPU. Tokens per second are tokens emitted per second
+of wall time, prompts included: the median over rounds, after one that only warms up.
 ``same_texts`` counts answers equal to the same engine's without a draft, and to our own plain ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import statistics
 import subprocess
@@ -29,16 +32,18 @@ from dspark.checkpoint.target import LoadedTarget
 from dspark.cli.console import Screen
 from dspark.cli.draft_target import load_target_of
 from dspark.cli.origin import origin_of
+from dspark.cli.suite_stack import draft_identity
 from dspark.cli.vllm_process import vllm_environment, vllm_python
 from dspark.config.engine import EngineOptions
 from dspark.data.chat import prompt_ids
 from dspark.data.shards import read_prompts
 
 Arm = dict[str, dict[str, Any]]
+ARMS = ("vllm-plain", "vllm-draft", "ours-plain", "ours-draft")
 GREEDY = EngineOptions(verification="standard", draft_sample_method="greedy", prefix_cache=False)
 
 
-def in_vllm(job: dict[str, Any]) -> Arm:
+def in_vllm(job: dict[str, Any], threads: int) -> Arm:
     program = Path(__file__).with_name("vllm_arm.py")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.json"
@@ -50,7 +55,7 @@ def in_vllm(job: dict[str, Any]) -> Arm:
             check=True,
             env={
                 **vllm_environment(),
-                "OMP_NUM_THREADS": "1",
+                "OMP_NUM_THREADS": str(threads),
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             },
         )
@@ -83,7 +88,7 @@ def in_ours(
     return out
 
 
-def figures(arm: Arm, plain: Arm, ours: Arm) -> dict[str, Any]:
+def figures(arm: Arm) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for batch, found in arm.items():
         tokens = sum(map(len, found["answers"]))
@@ -94,56 +99,78 @@ def figures(arm: Arm, plain: Arm, ours: Arm) -> dict[str, Any]:
             "acceptance_length": (
                 round(1 + found["counters"]["num_accepted_tokens"] / steps, 3) if steps else None
             ),
-            "same_texts": {
-                name: sum(
-                    a == b for a, b in zip(found["answers"], o[batch]["answers"], strict=True)
-                )
-                for name, o in (("without a draft", plain), ("ours, plain", ours))
-            },
-            "answers": len(found["answers"]),
+            "texts": [
+                hashlib.sha256(str(ids).encode()).hexdigest()[:12] for ids in found["answers"]
+            ],
         }
     return rows
+
+
+def digest(ids: list[int]) -> str:
+    return hashlib.sha256(str(ids).encode()).hexdigest()[:12]
+
+
+def compare_texts(arms: dict[str, Any]) -> None:
+    """Fill in ``same_texts`` of every arm, as far as those to compare with are there."""
+    for name, arm in arms.items():
+        for batch, row in arm["batches"].items():
+            plain = {"without a draft": f"{name.split('-')[0]}-plain", "ours, plain": "ours-plain"}
+            others = {
+                title: arms[other]["batches"][batch]["texts"]
+                for title, other in plain.items()
+                if batch in arms.get(other, {"batches": {}})["batches"]
+            }
+            row["same_texts"] = {
+                title: sum(a == b for a, b in zip(row["texts"], texts, strict=True))
+                for title, texts in others.items()
+            }
+
+
+def measured(args: argparse.Namespace, draft: Path) -> Arm:
+    loaded = load_target_of(draft, None, Screen())
+    held_out = read_prompts(args.run / "prompts", "held_out")[: args.prompts]
+    prompts = [prompt_ids(loaded.tokenizer, p.messages, p.tools) for p in held_out]
+    if args.arm.startswith("ours"):
+        return in_ours(loaded, draft if args.arm == "ours-draft" else None, prompts, args)
+    model = safetensors_source(loaded.files, args.run / "vllm-target-float32", torch.float32)
+    engine: dict[str, Any] = {"model": model, "max_model_len": 1024, "max_num_seqs": 16}
+    if args.arm == "vllm-draft":
+        engine["speculative_config"] = {
+            "method": "dspark", "model": str(draft.resolve()), "num_speculative_tokens": 7,
+            "draft_sample_method": "greedy",
+        }  # fmt: skip
+    job = {"prompts": prompts, "max_tokens": args.max_tokens, "batches": args.batches,
+           "rounds": args.rounds, "engine": engine}  # fmt: skip
+    return in_vllm(job, args.threads)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path)
+    parser.add_argument("--arm", choices=ARMS, required=True)
     parser.add_argument("--draft", type=Path, help="another draft than the run's")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=56)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     draft = args.draft or args.run / "draft"
-    loaded = load_target_of(draft, None, Screen())
-    held_out = read_prompts(args.run / "prompts", "held_out")[: args.prompts]
-    prompts = [prompt_ids(loaded.tokenizer, p.messages, p.tools) for p in held_out]
-    model = safetensors_source(loaded.files, args.run / "vllm-target-float32", torch.float32)
-    engine: dict[str, Any] = {"model": model, "max_model_len": 1024, "max_num_seqs": 16}
-    spec = {"method": "dspark", "model": str(draft.resolve()), "num_speculative_tokens": 7}
-    job = {"prompts": prompts, "max_tokens": args.max_tokens, "batches": args.batches,
-           "rounds": args.rounds}  # fmt: skip
-    arms = {
-        "vllm plain": in_vllm({**job, "engine": engine}),
-        "vllm with the draft": in_vllm({**job, "engine": {**engine, "speculative_config": spec}}),
-        "ours plain": in_ours(loaded, None, prompts, args),
-        "ours with the draft": in_ours(loaded, draft, prompts, args),
+    arm = measured(args, draft)
+    record = json.loads(args.out.read_text()) if args.out.exists() else {"arms": {}}
+    command = " ".join(["python", *sys.argv])
+    record |= {
+        "what": "vLLM and our engine, each plain and with the same draft, fp32, temperature 0",
+        "vllm": "0.32.0 (CPU build), eager",
+        "draft": draft_identity(draft),
     }
-    results = {
-        name: figures(arm, arms[f"{name.split()[0]} plain"], arms["ours plain"])
-        for name, arm in arms.items()
-    }
-    record = {
-        "what": "vLLM and our engine, each plain and with the same draft",
-        **origin_of(" ".join(["python", *sys.argv])).model_dump(),
-        "vllm": "0.32.0 (CPU build)",
-        "arms": results,
-    }
+    record["arms"][args.arm] = {**origin_of(command).model_dump(), "batches": figures(arm)}
+    compare_texts(record["arms"])
     atomic_json(args.out, record)
-    for name, rows in results.items():
-        print(name, json.dumps(rows))
+    for batch, row in record["arms"][args.arm]["batches"].items():
+        print(args.arm, batch, {k: v for k, v in row.items() if k != "texts"})
 
 
 if __name__ == "__main__":

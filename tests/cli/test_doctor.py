@@ -9,9 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from dspark.checkpoint.target import load_target
 from dspark.cli import doctor_target
 from dspark.cli.doctor_target import Request
+from dspark.cli.doctor_vllm import vllm_engine
 from dspark.cli.main import entry
+from dspark.config.recipe import TargetSection
 from dspark.doctor.rules import ENGINES
 
 
@@ -81,3 +84,16 @@ def test_a_run_is_examined_on_its_workload_which_the_expected_length_is_of(
     chosen = doctor_target.probe_prompts(request, SimpleNamespace(tokenizer=None))
     assert len(chosen) == 12
     assert not [m for m in chosen if "poem" in m[0]["content"]]
+
+
+def test_without_vllm_the_live_checks_say_that_our_own_engine_ran_them(
+    tiny_run: Path, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSPARK_VLLM_PYTHON", str(tmp_path / "nowhere"))
+    target = load_target(TargetSection(source=str(tiny_target), max_context=256))
+    raw = json.loads((tiny_run / "draft" / "config.json").read_text())
+    engine, check = vllm_engine(tiny_run / "draft", raw, target, (0, 1, 2), tmp_path)
+    assert engine is None
+    assert (check.id, check.status) == ("live.engine", "skip")
+    assert "dspark's own engine" in check.found
+    assert "make vllm" in check.found

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dspark.checkpoint.draft import load_draft
 from dspark.checkpoint.target import LoadedTarget
-from dspark.doctor.live import example_of
+from dspark.doctor.engine import example_of
 from dspark.hidden.disk import DiskStore
 from dspark.hidden.record import HiddenRecord
 from dspark.model.draft import DSparkDraft

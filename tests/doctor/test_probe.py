@@ -18,7 +18,8 @@ from dspark.config.architecture import (
     RopeParameters,
 )
 from dspark.config.recipe import TargetSection
-from dspark.doctor.live import example_of, layers_to_tap
+from dspark.doctor.engine import example_of
+from dspark.doctor.live import layers_to_tap
 from dspark.doctor.probe import Convention, Probe, Score, beats, rotary_twin, yarn_twins
 from dspark.hidden.disk import DiskStore
 from dspark.model.draft import DSparkDraft

@@ -13,20 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from drafted_blocks import Redrafted, acceptance_length, blocks_of, growth, matched
 from trained_pair import TrainedPair, trained_pair
 from vllm_environment import judge, vllm_python
 
 from dspark import Engine, SamplingParams
-from dspark.checkpoint.draft import load_draft
 from dspark.checkpoint.target import load_target
 from dspark.config.engine import EngineOptions
 from dspark.config.recipe import TargetSection
 from dspark.data.chat import prompt_ids
-from dspark.decoding.sampling import RandomStreams
-from dspark.engine.drafter import Block, Drafter
-from dspark.engine.sampler import RequestSampler
-from dspark.model.cache import Span
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -110,17 +105,6 @@ def probable(asked: Asked, tmp_path_factory: pytest.TempPathFactory) -> list[dic
     return answers(asked, tmp_path_factory.mktemp("prob"), draft_sample_method="probabilistic")
 
 
-def growth(found: list[dict[str, Any]], batch: int, name: str) -> int:
-    """A counter's growth over one batch."""
-    values = [b["counters"].get(f"vllm:{name}", 0) for b in found]
-    return int(values[batch] - (values[batch - 1] if batch else 0))
-
-
-def acceptance_length(found: list[dict[str, Any]], batch: int) -> float:
-    accepted = growth(found, batch, "spec_decode_num_accepted_tokens")
-    return 1 + accepted / growth(found, batch, "spec_decode_num_drafts")
-
-
 def greedy_rows(asked: Asked, batch: int) -> list[int]:
     sampling = asked.sampling[batch]
     each = sampling if isinstance(sampling, list) else [sampling] * len(asked.prompts[batch])
@@ -156,58 +140,19 @@ def test_the_batches_are_what_they_are_meant_to_be(asked: Asked, drafted: Any) -
     assert ends == {CONTEXT}, "answers up to the longest context"
 
 
-def blocks_of(
-    found: dict[str, Any], prompts: list[list[int]]
-) -> list[tuple[list[int], int, int, list[int]]]:
-    """(text of the request, anchor's position, anchor, drafted) of every block behind the prompt."""
-    texts = {
-        name: prompt + answer
-        for name, prompt, answer in zip(found["requests"], prompts, found["answers"], strict=True)
-    }
-    rows = []
-    for name, position, anchor, tokens in found["drafted"]:
-        # vLLM adds a random ending to the names of requests.
-        text = texts[name.rpartition("-")[0]]
-        if position < len(text):
-            rows.append((text, position, anchor, tokens))
-    return rows
-
-
-@torch.inference_mode()
 def test_every_drafted_token_is_the_one_our_engine_drafts(asked: Asked, drafted: Any) -> None:
     """Slot by slot: short and long prompts, cold and from the prefix cache, and after preemption."""
-    loaded = load_target(TargetSection(source=str(asked.pair.target), max_context=CONTEXT))
-    draft, _ = load_draft(asked.pair.draft)
-    target = loaded.build(draft.config.target_layer_ids)
-    drafter = Drafter(draft, target.head_weight())
-    sampler = RequestSampler(SamplingParams(temperature=0), "greedy", RandomStreams(0))
-    compared = differing = 0
-    rows: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    redrafted = Redrafted(
+        load_target(TargetSection(source=str(asked.pair.target), max_context=CONTEXT)),
+        asked.pair.draft,
+    )
     for batch in (SHORT, LONG, AGAIN, FULL):
-        found = blocks_of(drafted[batch], asked.prompts[batch])
-        assert len(found) > 50
-        for text, position, anchor, tokens in found:
-            assert text[position] == anchor
-            key = tuple(text)
-            if key not in rows:
-                out = target.forward(
-                    torch.tensor([text]), Span.alone(1, len(text), target.device), None
-                )
-                rows[key] = drafter.context_rows(out.taps[0], torch.arange(len(text)))
-            context = [r[:position].unsqueeze(0) for r in rows[key]]
-            states = drafter.block_states(
-                torch.tensor([anchor]), torch.tensor([position]), context, None
-            )
-            block = Block(sampler, [], anchor, WIDTH)
-            drafter.draw(states, [block])
-            inside = min(WIDTH, CONTEXT - 1 - position)
-            compared += inside
-            differing += sum(
-                a != b for a, b in zip(block.ids[:inside], tokens[:inside], strict=True)
-            )
-    assert compared > 5000
+        before = redrafted.compared
+        redrafted.compare(blocks_of(drafted[batch], asked.prompts[batch]), CONTEXT)
+        assert redrafted.compared > before + 50 * WIDTH
+    assert redrafted.compared > 5000
     # Two implementations in fp32: a near tie may fall either way, and takes the slots behind it along.
-    assert differing <= compared // 1000, f"{differing} of {compared} drafted tokens differ"
+    assert redrafted.differing <= redrafted.compared // 1000, str(redrafted)
 
 
 def test_acceptance_is_that_of_our_engine_on_the_same_prompts(asked: Asked, drafted: Any) -> None:
@@ -226,17 +171,6 @@ def test_acceptance_is_that_of_our_engine_on_the_same_prompts(asked: Asked, draf
     # vLLM also counts what was accepted behind the end of an answer, ours what was kept.
     assert 0.99 * kept <= accepted <= kept + WIDTH * len(outputs)
     assert matched(drafted[SHORT], asked.prompts[SHORT]) == pytest.approx(kept, rel=0.01)
-
-
-def matched(found: dict[str, Any], prompts: list[list[int]]) -> int:
-    """Tokens of vLLM's blocks that agree with the text behind their anchor, counted to its end."""
-    total = 0
-    for text, position, _, tokens in blocks_of(found, prompts):
-        for at, token in enumerate(tokens, start=position + 1):
-            if at >= len(text) or text[at] != token:
-                break
-            total += 1
-    return total
 
 
 def test_rows_from_the_prefix_cache_draft_as_well_as_cold_ones(drafted: Any) -> None:

@@ -9,9 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,13 @@ from trained_pair import TrainedPair, trained_pair
 from vllm_environment import environment, vllm_python
 
 from conftest import dspark
+from dspark.bench.figures.comparison import Comparison
 from dspark.bench.figures.schema import SuiteResults
 from dspark.hidden.answers import read_answers
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
 
+NAMES = ("tom", "mia", "ben")
 START = 200  # seconds; half a minute on an idle machine
 
 
@@ -54,14 +58,14 @@ def pair(request: pytest.FixtureRequest) -> TrainedPair:
     return trained_pair(Path(request.config.cache.mkdir("vllm")))
 
 
-@pytest.fixture(scope="module")
-def server(pair: TrainedPair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@contextmanager
+def started(pair: TrainedPair, folder: Path, *words: str) -> Iterator[str]:
     """Url of a server that our own command has become."""
-    port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
+    port, log = free_port(), folder / "log"
     command = [sys.executable, "-m", "dspark", "serve", str(pair.draft), "--engine", "vllm", "--",
                "--port", str(port), "--host", "127.0.0.1", "--max-model-len", "256",
                "--max-num-seqs", "8", "--max-num-batched-tokens", "128",
-               "--served-model-name", "tiny"]  # fmt: skip
+               "--served-model-name", "tiny", *words]  # fmt: skip
     with log.open("w") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=out, env=variables(), start_new_session=True
@@ -81,6 +85,21 @@ def server(pair: TrainedPair, tmp_path_factory: pytest.TempPathFactory) -> Itera
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(pair: TrainedPair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One that tells acceptance by its counters only."""
+    with started(pair, tmp_path_factory.mktemp("server")) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def telling(pair: TrainedPair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One that tells it with every answer."""
+    words = ("--per-request-spec-decode-metrics", "detailed")
+    with started(pair, tmp_path_factory.mktemp("telling"), *words) as url:
+        yield url
 
 
 def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -119,15 +138,26 @@ def test_answers_of_vllm_become_rows_with_their_real_token_ids(
         assert answer.generation.server == server
 
 
-def bench(out: Path, *what: str) -> SuiteResults:
-    data = out.parent / "data"
-    data.mkdir(exist_ok=True)
-    names = ("tom", "mia", "ben")
-    rows = [
-        {"turns": [f"{names[i % 3]} has {1 + i % 9} and gets {1 + i // 9 % 9}"], "n": i}
-        for i in range(257)
+def question(number: int) -> str:
+    return f"{NAMES[number % 3]} has {1 + number % 9} and gets {1 + number // 9 % 9}"
+
+
+def data_of(folder: Path) -> Path:
+    """Rows under the names of two benchmarks: one turn each, and two."""
+    folder.mkdir(exist_ok=True)
+    single = [{"turns": [question(i)], "n": i} for i in range(257)]
+    double = [
+        {"question_id": i, "category": "sums", "turns": [question(i), question(i + 5)]}
+        for i in range(80)
     ]
-    (data / "mbpp.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, rows in (("mbpp", single), ("mt-bench", double)):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text)
+    return folder
+
+
+def bench(out: Path, *what: str) -> SuiteResults:
+    data = data_of(out.parent / "data")
     done = dspark(
         "bench", *what, "--task", "mbpp", "--data", str(data), "--out", str(out), "prompts=24",
         "max_tokens=64", "warm_up=0", "temperatures=[0]",
@@ -153,6 +183,62 @@ def test_acceptance_from_its_metrics_lies_in_the_interval_of_our_engine(
     assert low <= a.acceptance.length <= high + 0.5
     texts = [[p.digests for p in arm.prompts] for arm in (a, b)]
     assert texts[0] == texts[1]
+
+
+def test_both_turns_of_two_servers_are_compared_prompt_by_prompt(
+    server: str, telling: str, tmp_path: Path
+) -> None:
+    """The same draft twice, told of in two ways: by counters around an answer, and by the answer."""
+    done = dspark(
+        "compare", server, telling, "--task", "mt_bench", "--data", str(data_of(tmp_path / "data")),
+        "--out", str(tmp_path / "out"), "prompts=12", "max_tokens=64", "warm_up=0",
+        "temperatures=[0]",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = Comparison.model_validate_json((tmp_path / "out" / "comparison.json").read_text())
+    (pair,) = found.pairs
+    assert (pair.prompts, pair.unpaired) == (12, 0)
+    (identity,) = pair.identity
+    assert (identity.same, identity.of) == (24, 24)
+    assert pair.a is not None
+    assert pair.a > 3
+    assert pair.a == pytest.approx(pair.b, rel=1e-9)
+    results = [
+        SuiteResults.model_validate_json(path.read_text())
+        for path in sorted((tmp_path / "out").glob("[AB]-*.json"))
+    ]
+    arms = [arm for r in results for arm in r.arms]
+    assert [arm.source for arm in arms] == ["vllm-counters", "vllm-request"]
+    for arm in arms:
+        assert (arm.turns, arm.failed) == (24, 0)
+        assert set(arm.by_turn) == {"turn 1", "turn 2"}
+        assert arm.acceptance is not None
+        assert arm.acceptance.interval is not None
+
+
+def test_counters_that_moved_for_somebody_else_are_not_believed(
+    server: str, tmp_path: Path
+) -> None:
+    over = threading.Event()
+
+    def stranger() -> None:
+        while not over.is_set():
+            ask(server, {"prompt": [1, 5, *range(10, 20)], "max_tokens": 48, "temperature": 0})
+
+    other = threading.Thread(target=stranger)
+    other.start()
+    try:
+        (arm,) = bench(tmp_path / "busy.json", "--base-url", server, "concurrency=2").arms
+    finally:
+        over.set()
+        other.join()
+    assert arm.failed == 0
+    assert arm.acceptance is None
+    assert any("were ours" in notice for notice in arm.notices), arm.notices
+    (alone,) = bench(tmp_path / "alone.json", "--base-url", server, "concurrency=2").arms
+    assert alone.acceptance is not None
+    assert alone.acceptance.length is not None
+    assert alone.acceptance.length > 4
 
 
 def test_what_the_cpu_runner_cannot_do_is_refused_and_never_ignored(pair: TrainedPair) -> None:

@@ -4,14 +4,15 @@ Two kinds of rows. An answer that is cached already is *replayed* by prefill, se
 than it was written (off-policy prefill distillation). A prompt is *answered* first and then
 replayed, so that the text is the target's own of this moment. What comes out is the same record.
 
-Anything with :class:`GroupMaker`'s two members is a teacher: this file's embedded target, or an
-engine on other machines behind an object that asks it.
+Anything with :class:`GroupMaker`'s two members is a teacher: this file's embedded target, vLLM
+(``dspark.vllm_plugin.teach``), or an engine on other machines behind an object that asks it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -42,36 +43,30 @@ class Player(Protocol):
     def play(self, rows: Sequence[Row]) -> list[Answer | None]: ...
 
 
-class EmbeddedMaker:
-    """Our own target; ``target_hash`` names it. ``engine`` answers prompts and ``player`` plays
-    conversations (None: replay only).
+Replay = Callable[[Sequence[Answer]], Iterable[HiddenRecord]]
+"""Records of answers, in their order; a function of the answers alone."""
 
-    An answer that was cut at its last token is not trained on unless ``keep_truncated``: its record
-    comes with an empty loss mask, so that every row that was asked for is delivered.
+
+class RowMaker:
+    """Makes records of rows with whatever ``replay`` replays them.
+
+    ``engine`` answers prompts and ``player`` plays conversations (None: replay only). An answer
+    that was cut at its last token is not trained on unless ``keep_truncated``: its record comes
+    with an empty loss mask, so that every row that was asked for is delivered.
     """
 
     def __init__(
         self,
-        target: Target,
-        target_hash: str,
+        replay: Replay,
+        teaching: Teaching,
         *,
-        batch_tokens: int,
-        dtype: torch.dtype,
         engine: AnswerEngine | None = None,
         player: Player | None = None,
         keep_truncated: bool = True,
     ) -> None:
-        self.target, self.engine, self.player = target, engine, player
-        self.batch_tokens, self.dtype = batch_tokens, dtype
+        self.replay, self.teaching = replay, teaching
+        self.engine, self.player = engine, player
         self.keep_truncated = keep_truncated
-        self.teaching = Teaching(
-            layer_ids=target.layer_ids,
-            stream="residual",
-            norm_state="post",
-            hidden=target.head_weight().shape[1],
-            vocabulary=target.vocab_size,
-            target=target_hash,
-        )
 
     def make(self, rows: Sequence[Row]) -> Iterator[HiddenRecord]:
         """Raises StreamError: a prompt for a teacher that only replays."""
@@ -88,13 +83,7 @@ class EmbeddedMaker:
             answers[row.id] = found or _nothing(row)
             if found is None:
                 cut.add(row.id)
-        records = replay_group(
-            self.target,
-            [answers[row.id] for row in rows],
-            batch_tokens=self.batch_tokens,
-            dtype=self.dtype,
-        )
-        for record in records:
+        for record in self.replay([answers[row.id] for row in rows]):
             if record.id in cut:
                 record = replace(record, loss_mask=torch.zeros_like(record.loss_mask))
             yield record
@@ -125,6 +114,37 @@ class EmbeddedMaker:
         ]
         self.engine.run(requests, lambda result: done.update({result.id: result}), lambda _: None)
         return [done[row.id] for row in rows]
+
+
+class EmbeddedMaker(RowMaker):
+    """Our own target; ``target_hash`` names it. The rest as in :class:`RowMaker`."""
+
+    def __init__(
+        self,
+        target: Target,
+        target_hash: str,
+        *,
+        batch_tokens: int,
+        dtype: torch.dtype,
+        engine: AnswerEngine | None = None,
+        player: Player | None = None,
+        keep_truncated: bool = True,
+    ) -> None:
+        teaching = Teaching(
+            layer_ids=target.layer_ids,
+            stream="residual",
+            norm_state="post",
+            hidden=target.head_weight().shape[1],
+            vocabulary=target.vocab_size,
+            target=target_hash,
+        )
+        super().__init__(
+            partial(replay_group, target, batch_tokens=batch_tokens, dtype=dtype),
+            teaching,
+            engine=engine,
+            player=player,
+            keep_truncated=keep_truncated,
+        )
 
 
 def _only_replays() -> StreamError:

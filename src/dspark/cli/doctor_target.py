@@ -9,6 +9,7 @@ provenance (sampled target distribution, all positions), which is compared more 
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from dspark.checkpoint.layout import EMBEDDING
 from dspark.checkpoint.shards import Weights
 from dspark.checkpoint.target import LoadedTarget, load_target
 from dspark.cli.console import Screen
+from dspark.cli.doctor_vllm import vllm_engine
 from dspark.config.prompts import OrderTicketSource
 from dspark.config.recipe import TargetSection
 from dspark.data.chat import end_ids, prompt_ids, template_hash, tokenizer_hash, usable_mask_ids
 from dspark.data.shards import read_prompts
 from dspark.data.sources import file_prompts, prompts_of
+from dspark.doctor.engine import LiveEngine, OwnEngine
 from dspark.doctor.files import check_recorded, check_target_facts
 from dspark.doctor.findings import Check, failed, skipped
 from dspark.doctor.live import Expected, Patient, examine_live, layers_to_tap
@@ -33,6 +36,7 @@ from dspark.doctor.weights import check_embedding, stored
 from dspark.engine.decode import Decoder
 from dspark.engine.drafter import Drafter
 from dspark.errors import ArtifactError, CheckpointError, DSparkError
+from dspark.model.draft import DSparkDraft
 from dspark.pairing import target_identity
 
 PROMPTS = 16
@@ -129,22 +133,32 @@ def _live(
         )
     except DSparkError as error:
         return [_not_loaded(raw, error)]
-    ids = draft.config.target_layer_ids
+    tapped = layers_to_tap(draft.config.target_layer_ids, target.num_layers)
+    with tempfile.TemporaryDirectory() as scratch:
+        engine: LiveEngine | None = None
+        told: list[Check] = []
+        if request.engines == ("vllm",):
+            engine, check = vllm_engine(request.folder, raw, target, tapped, Path(scratch))
+            told = [check]
+        patient = Patient(
+            draft=draft,
+            target=target.build(tapped),
+            engine=engine or _own_engine(draft, target, tapped),
+            prompts=probe_prompts(request, target),
+            masks=_other_masks(draft.config.mask_token_id, target),
+            expected=expected_acceptance(request, raw),
+        )
+        with screen.bar("prompts and conventions", None) as bar:
+            return told + examine_live(patient, lambda: bar.advance())
+
+
+def _own_engine(draft: DSparkDraft, target: LoadedTarget, tapped: tuple[int, ...]) -> OwnEngine:
+    model, ends = target.build(draft.config.target_layer_ids), end_ids(target)
     # Not packed: packing replaces modules, and the probe reads their weights.
-    drafter = Drafter(draft, head, pack=False)
-    ends = end_ids(target)
-    model = target.build(ids)
-    patient = Patient(
-        draft=draft,
-        target=target.build(layers_to_tap(ids, target.num_layers)),
-        decoder=Decoder(model, drafter, ends),
-        plain=Decoder(model, None, ends),
-        prompts=probe_prompts(request, target),
-        masks=_other_masks(draft.config.mask_token_id, target),
-        expected=expected_acceptance(request, raw),
+    drafter = Drafter(draft, model.head_weight(), pack=False)
+    return OwnEngine(
+        target.build(tapped), Decoder(model, drafter, ends), Decoder(model, None, ends)
     )
-    with screen.bar("prompts and conventions", None) as bar:
-        return examine_live(patient, lambda: bar.advance())
 
 
 def _not_loaded(raw: dict[str, Any], error: DSparkError) -> Check:

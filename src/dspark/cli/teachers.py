@@ -14,6 +14,7 @@ import torch
 from dspark.artifacts import atomic_json
 from dspark.capture.teacher import EmbeddedMaker, teach
 from dspark.cli.context import RunContext
+from dspark.cli.vllm_capture import become_teacher
 from dspark.config.architecture import DraftConfig
 from dspark.config.resolve import draft_config
 from dspark.data.chat import end_ids
@@ -66,8 +67,10 @@ def answering(run: RunContext, config: DraftConfig) -> tuple[BatchGenerator, Pla
 def run_teacher(run: RunContext, connect: str | None, ranks: int, name: str | None) -> int:
     """Serve the trainer of this recipe until it has finished; the number of records sent.
 
+    With ``capture.engine: vllm`` this process becomes vLLM's, and does not return.
+
     Raises:
-        ConfigError: a recipe without a stream, or no endpoint.
+        ConfigError: a recipe without a stream, no endpoint, or no environment with vLLM.
         StreamError: refused, or the trainer is gone.
     """
     recipe = run.recipe
@@ -79,8 +82,11 @@ def run_teacher(run: RunContext, connect: str | None, ranks: int, name: str | No
             where="dspark teach",
             fix="Set train.mode, and train.stream.endpoint or --connect tcp://TRAINER:PORT.",
         )
+    endpoints = [rank_endpoint(endpoint, rank) for rank in range(ranks)]
+    config = draft_config(recipe.draft, run.shape)
+    if recipe.capture.engine == "vllm":
+        become_teacher(run, teaching_of(run, config), endpoints, name)
     target, section = run.target, recipe.capture
-    config = draft_config(recipe.draft, target.shape)
     engine, player = None, None
     if recipe.train.mode == "online":
         engine, player = answering(run, config)
@@ -93,7 +99,6 @@ def run_teacher(run: RunContext, connect: str | None, ranks: int, name: str | No
         player=player,
         keep_truncated=recipe.regenerate.on_length != "drop",
     )
-    endpoints = [rank_endpoint(endpoint, rank) for rank in range(ranks)]
     link = TeacherLink(
         endpoints, maker.teaching, name=name, lost_seconds=recipe.train.stream.stall_seconds
     )

@@ -17,6 +17,7 @@ from dspark.cli.context import RunContext, StageResult
 from dspark.cli.provenance import draft_provenance
 from dspark.cli.stages import STATES, checked_draft_config
 from dspark.cli.teachers import Teachers, teaching_of
+from dspark.cli.vllm_capture import vllm_model
 from dspark.config.architecture import DraftConfig
 from dspark.data.chat import end_ids, prompt_ids
 from dspark.data.played import prompt_row
@@ -72,8 +73,14 @@ def local_endpoint(run: RunContext) -> str:
 def streamed(
     run: RunContext, config: DraftConfig, group: Solo, folder: Path
 ) -> Iterator[StreamPlan]:
-    """The opened stream of this rank; rank 0 also starts the recipe's teachers."""
+    """The opened stream of this rank; rank 0 also starts the recipe's teachers.
+
+    Raises:
+        ConfigError: teachers in vLLM, and no environment with it.
+    """
     section = run.recipe.train
+    if run.recipe.capture.engine == "vllm" and section.stream.teachers and group.rank == 0:
+        vllm_model(run)  # written out here once, not by every teacher
     sizes = Sizes(
         len(config.target_layer_ids), config.target_hidden_size, WIDTH[run.recipe.capture.dtype]
     )

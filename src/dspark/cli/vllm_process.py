@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from dspark.errors import ConfigError, EngineProcessError
 
@@ -141,9 +142,23 @@ def _absent(found: str) -> ConfigError:
     )
 
 
-def exec_vllm(found: VllmFound, arguments: Sequence[str]) -> None:
-    """Become ``vllm ARGUMENTS`` of that environment; does not return."""
+def exec_vllm(found: VllmFound, arguments: Sequence[str]) -> NoReturn:
+    """Become ``vllm ARGUMENTS`` of that environment."""
+    _become(found.python, "vllm.entrypoints.cli.main", arguments, {"VLLM_LOGGING_LEVEL": "INFO"})
+
+
+def exec_module(module: str, arguments: Sequence[str]) -> NoReturn:
+    """Become ``python -m module`` in vLLM's environment: signals and exit status are its own.
+
+    Raises:
+        ConfigError: no such environment.
+    """
+    _become(vllm_python(), module, arguments, {})
+
+
+def _become(
+    python: str, module: str, arguments: Sequence[str], variables: dict[str, str]
+) -> NoReturn:
     sys.stdout.flush()
-    command = [found.python, "-m", "vllm.entrypoints.cli.main", *arguments]
-    environment = {**vllm_environment(), "VLLM_LOGGING_LEVEL": "INFO"}
-    os.execve(found.python, command, environment)
+    environment = {**vllm_environment(), **variables}
+    os.execve(python, [python, "-m", module, *arguments], environment)

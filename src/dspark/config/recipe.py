@@ -237,15 +237,6 @@ class Recipe(Frozen):
     bench: BenchSection = BenchSection()
 
     @model_validator(mode="after")
-    def _teacher_fits(self) -> Recipe:
-        if self.capture.engine == "vllm" and self.train.mode != "offline":
-            raise ValueError(
-                f"capture.engine: vllm writes states to disk, found train.mode {self.train.mode}, "
-                "whose teacher is embedded"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _starts_fit(self) -> Recipe:
         start = self.train.warm_start
         if start.markov and self.draft.markov_head_type != "vanilla":

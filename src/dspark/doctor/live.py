@@ -1,6 +1,6 @@
 """The draft beside its target: is it run the way it was trained, and does it draft as promised?
 
-The target answers a few prompts through the decoder that was handed in. Those answers give the
+The target answers a few prompts through the engine that was handed in. Those answers give the
 acceptance length that is compared with the expected one, and the examples on which
 :mod:`dspark.doctor.probe` tries one mistaken convention after another. A convention that fits
 better than the declared one, by more than chance, is the diagnosis.
@@ -9,20 +9,17 @@ better than the declared one, by more than chance, is the diagnosis.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from dspark.decoding.acceptance import bootstrap_interval
 from dspark.decoding.params import SamplingParams
-from dspark.decoding.request import Generation, LocalDecoder
+from dspark.decoding.request import Generation
 from dspark.doctor.conventions import FAMILIES, Family
+from dspark.doctor.engine import LiveEngine, Text, check_taps
 from dspark.doctor.findings import Check, failed, passed, skipped, warned
-from dspark.doctor.probe import EMBEDDING_LAYER, Convention, Example, Probe, Score, beats
-from dspark.model.cache import Span
+from dspark.doctor.probe import Convention, Example, Probe, Score, beats
 from dspark.model.draft import DSparkDraft
 from dspark.model.target import Target
 
@@ -53,14 +50,13 @@ class Expected:
 class Patient:
     """A draft, its target and what is known of them.
 
-    ``decoder`` and ``plain`` decode with and without the draft; ``prompts`` are ids; ``masks``
+    ``engine`` decodes and hands out states, ``target`` judges them; ``prompts`` are ids; ``masks``
     other ids that MASK may have been, with their names.
     """
 
     draft: DSparkDraft
     target: Target
-    decoder: LocalDecoder
-    plain: LocalDecoder
+    engine: LiveEngine
     prompts: Sequence[list[int]]
     masks: Mapping[int, str]
     expected: Expected | None
@@ -77,42 +73,23 @@ def examine_live(patient: Patient, on_step: Callable[[], None] = lambda: None) -
     """All live checks; ``on_step`` is called once per decoded prompt and per convention."""
     params = SamplingParams(max_new_tokens=patient.max_new_tokens)
     drafted = []
-    for prompt in patient.prompts:
-        drafted.append(patient.decoder.generate(prompt, params))
+    for answer in patient.engine.drafted(patient.prompts, params):
+        drafted.append(answer)
         on_step()
-    plain = [patient.plain.generate(p, params) for p in patient.prompts[:PLAIN_PROMPTS]]
-    examples = [
-        example_of(patient.target, [*prompt, *answer.ids], len(prompt))
-        for prompt, answer in list(zip(patient.prompts, drafted, strict=True))[:EXAMPLES]
+    texts = [
+        Text([*prompt, *answer.ids], len(prompt))
+        for prompt, answer in zip(patient.prompts[:EXAMPLES], drafted, strict=False)
     ]
+    plain, examples = patient.engine.observed(patient.prompts[:PLAIN_PROMPTS], params, texts)
+    declared = patient.draft.config.target_layer_ids
+    engine = [] if patient.engine.ours else [check_taps(patient.target, declared, examples)]
     return [
+        *engine,
         _states(patient.target, examples, plain),
         _identity(drafted, plain),
         *_conventions(patient, examples, on_step),
         check_acceptance(patient.expected, drafted),
     ]
-
-
-@torch.inference_mode()
-def example_of(target: Target, ids: list[int], prompt_length: int) -> Example:
-    """One forward of the target over ``ids``: its taps, and both sides of its final norm."""
-    tokens = torch.tensor(ids, device=target.device)
-    with _norm_inputs(target.final_norm) as seen:
-        out = target.forward(tokens.unsqueeze(0), Span.alone(1, len(ids), tokens.device), None)
-    states = {i: out.taps[0, :, k] for k, i in enumerate(target.layer_ids)}
-    states[EMBEDDING_LAYER] = target.embedding_weight()[tokens]
-    return Example(tokens, prompt_length, states, out.final[0], seen[-1][0])
-
-
-@contextmanager
-def _norm_inputs(norm: nn.Module) -> Any:
-    """Inputs of ``norm`` while the context is open, as a list of tensors [B, T, H]."""
-    seen: list[Tensor] = []
-    hook = norm.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
-    try:
-        yield seen
-    finally:
-        hook.remove()
 
 
 @torch.inference_mode()

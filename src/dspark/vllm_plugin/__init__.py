@@ -1,8 +1,9 @@
 """What of dspark runs inside vLLM's process: loaded by vLLM itself, never by the rest of dspark.
 
 * :func:`register` is the entry point of the group ``vllm.general_plugins``. vLLM calls it in every
-  process it starts. On a GPU it does nothing: vLLM has DSpark there. On a CPU, whose runner refuses
-  ``method: dspark``, it lets ``--speculative-config '{"method": "dspark", ...}'`` run unchanged.
+  process it starts. On a GPU it does nothing: vLLM has DSpark there. On a CPU, whose V1 runner
+  refuses ``method: dspark``, it lets ``--speculative-config '{"method": "dspark", ...}'`` run
+  unchanged.
 * ``dspark.vllm_plugin.connector`` hands out the hidden states that vLLM's own
   ``extract_hidden_states`` method collects, ``dspark.vllm_plugin.teacher`` makes records of them.
 

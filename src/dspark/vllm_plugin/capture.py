@@ -21,7 +21,7 @@ SCRATCH = "/dev/shm"
 
 
 class Job(BaseModel):
-    """``model`` is a folder of safetensors or a hub id; the rest as in the capture section."""
+    """``model`` is a folder of safetensors; the rest as in the capture section."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -51,8 +51,7 @@ def run(job: Job) -> int:
     answers = [a for a in read_answers(job.answers) if a.id not in present]
     if not answers:
         return 0
-    place = SCRATCH if os.access(SCRATCH, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="dspark-states-", dir=place) as scratch:
+    with tempfile.TemporaryDirectory(prefix="dspark-states-", dir=scratch_folder()) as scratch:
         teacher = VllmTeacher(
             TeacherOptions(
                 model=job.model,
@@ -68,6 +67,11 @@ def run(job: Job) -> int:
             store.put(record)
             print(json.dumps({"tokens": len(record)}), flush=True)
     return len(answers)
+
+
+def scratch_folder() -> str | None:
+    """Where states lie between engine and reader: in memory if there is room for files."""
+    return SCRATCH if os.access(SCRATCH, os.W_OK) else None
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """DSpark drafting on vLLM's V1 runner: vLLM's model class and kernels, our layout and our loop.
 
 The model, its weights, paged cache and attention are vLLM's own (``Qwen3DSparkForCausalLM``); its
-V2 runner drives them on GPUs and cannot run on a CPU. This subclass of the V1 runner's DFlash
-proposer does the driving instead, in plain tensor operations:
+V2 runner drives them on GPUs, and needs triton-cpu to run on a CPU. This subclass of the V1
+runner's DFlash proposer does the driving instead, in plain tensor operations:
 
 * context rows of every token the target has just computed are written, rejected ones left out;
 * a block of K queries per request, the anchor first, starts at the first uncommitted position;

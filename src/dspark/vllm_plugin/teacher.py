@@ -31,7 +31,7 @@ from dspark.vllm_plugin import connector, vllm_version
 
 @dataclass(frozen=True)
 class TeacherOptions:
-    """``model`` is a folder of safetensors or a hub id. States are computed in ``precision`` and
+    """``model`` is a folder of safetensors. States are computed in ``precision`` and
     stored in ``dtype``; ``scratch`` holds the engine's files until they are read."""
 
     model: str
@@ -72,16 +72,51 @@ class VllmTeacher:
             DataError: an answer longer than the context.
             DamagedArtifactError: states that are shortened or not finite.
         """
+        for answer, output, states in self._observed(answers):
+            stored, log_z = self._finish(states[:, -1], answer.prompt_length - 1)
+            yield make_record(
+                answer,
+                states[:, :-1],
+                stored,
+                dtype=self.options.dtype,
+                layer_ids=self.options.layer_ids,
+                greedy=_greedy(output, answer.prompt_length - 1),
+                log_z=log_z,
+                engine=self.name,
+            )
+
+    def states(self, answers: Sequence[Answer]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Of every answer: taps [S, L, H], and both sides of the engine's final norm [S, H].
+
+        In the dtype the engine computes in, final ones in ``options.dtype``; raises as
+        :meth:`records`.
+        """
+        for _, _, states in self._observed(answers):
+            final, _ = self._finish(states[:, -1], len(states) - 1)
+            yield states[:, :-1], states[:, -1], final
+
+    def generate(self, prompts: Sequence[Sequence[int]], asked: Sequence[SamplingParams]) -> Any:
+        """vLLM's own outputs, whose states are thrown away."""
+        wanted = [{"prompt_token_ids": list(ids)} for ids in prompts]
+        outputs = self.llm.generate(wanted, list(asked), use_tqdm=False)
+        self._hand_over()
+        for output in outputs:
+            _taken(Path(output.kv_transfer_params["hidden_states_path"]))
+        return outputs
+
+    def _observed(self, answers: Sequence[Answer]) -> Iterator[tuple[Answer, Any, Tensor]]:
+        """(answer, vLLM's output, streams [S, L + 1, H]), a batch of the engine at a time."""
+        asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, ignore_eos=True)
         for start in range(0, len(answers), self.options.max_num_seqs):
             part = answers[start : start + self.options.max_num_seqs]
             for answer in part:
                 self._require_room(answer)
             prompts = [{"prompt_token_ids": list(a.ids)} for a in part]
-            asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, ignore_eos=True)
             outputs = self.llm.generate(prompts, asked, use_tqdm=False)
             self._hand_over()
-            for answer, output in zip(part, outputs, strict=True):
-                yield self._record(answer, output)
+            # All at once: whoever stops listening half-way must leave no file behind.
+            streams = [_streams(a, o) for a, o in zip(part, outputs, strict=True)]
+            yield from zip(part, outputs, streams, strict=True)
 
     def _hand_over(self) -> None:
         """Finished requests give up their states in the step after their last, which an engine in
@@ -100,29 +135,6 @@ class VllmTeacher:
                 where=f"answer {answer.id}",
                 fix="Raise max_model_len: one more token is generated behind the answer.",
             )
-
-    def _record(self, answer: Answer, output: Any) -> HiddenRecord:
-        path = Path(output.kv_transfer_params["hidden_states_path"])
-        states = _taken(path)
-        if states["token_ids"].tolist() != list(answer.ids):
-            raise DataError(
-                expected=f"states of the {len(answer.ids)} tokens of answer {answer.id}",
-                found=f"states of {len(states['token_ids'])} other tokens",
-                where=str(path),
-                fix="This is a bug in the connector: please report it.",
-            )
-        taps, last = states["hidden_states"][:, :-1], states["hidden_states"][:, -1]
-        stored, log_z = self._finish(last, answer.prompt_length - 1)
-        return make_record(
-            answer,
-            taps,
-            stored,
-            dtype=self.options.dtype,
-            layer_ids=self.options.layer_ids,
-            greedy=_greedy(output, answer.prompt_length - 1),
-            log_z=log_z,
-            engine=self.name,
-        )
 
     def _finish(self, last: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """States after the engine's final norm [S, H], as stored; log-partitions from ``first``."""
@@ -179,10 +191,33 @@ def engine_arguments(options: TeacherOptions) -> dict[str, Any]:
 
 def _depth(model: str) -> int:
     """Number of decoder layers."""
+    return int(_config(model).num_hidden_layers)
+
+
+def room_for(model: str, longest: int) -> int:
+    """Context for sequences of ``longest`` tokens and the one vLLM generates behind them, as far as
+    the target goes: a sequence as long as the target can read has no token behind it in vLLM."""
+    return min(longest + 1, int(getattr(_config(model), "max_position_embeddings", longest + 1)))
+
+
+def _config(model: str) -> Any:
     from transformers import AutoConfig
 
-    text = AutoConfig.from_pretrained(model).get_text_config()
-    return int(text.num_hidden_layers)
+    return AutoConfig.from_pretrained(model).get_text_config()
+
+
+def _streams(answer: Answer, output: Any) -> Tensor:
+    """The streams behind every tapped layer and the last one, [S, L + 1, H]."""
+    path = Path(output.kv_transfer_params["hidden_states_path"])
+    states = _taken(path)
+    if states["token_ids"].tolist() != list(answer.ids):
+        raise DataError(
+            expected=f"states of the {len(answer.ids)} tokens of answer {answer.id}",
+            found=f"states of {len(states['token_ids'])} other tokens",
+            where=str(path),
+            fix="This is a bug in the connector: please report it.",
+        )
+    return states["hidden_states"]
 
 
 def _taken(path: Path) -> dict[str, Tensor]:
