@@ -130,7 +130,8 @@ class RowCache:
 
     def adopt(self, slots: Tensor, other: RowCache, length: int) -> None:
         """Copy the first ``length`` rows of ``other`` (one batch row per slot) into ``slots``."""
-        assert self.states is None, "texts of a hybrid target run one by one"
+        if self.states is not None and other.states is not None:
+            self.states.adopt(slots, other.states)
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             for rows, fresh in zip(mine, theirs, strict=True):
                 rows[slots, :, :length] = fresh[:, :, :length]
@@ -146,6 +147,8 @@ class RowCache:
     def keep(self, slots: Tensor) -> None:
         """Shrink the batch to ``slots``, in that order."""
         self.batch = len(slots)
+        if self.states is not None:
+            self.states.select(slots)
         self.layers = [[rows[slots] for rows in parts] for parts in self.layers]
 
 

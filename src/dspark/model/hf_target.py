@@ -89,6 +89,7 @@ class HFTarget:
     """
 
     supports_ragged = False
+    recurrent = False  # as far as is seen from outside: sequences run one by one
 
     def __init__(self, model: Any, layer_ids: tuple[int, ...] = ()) -> None:
         config = model.config.get_text_config()

@@ -58,7 +58,11 @@ class TargetOutput:
 
 
 class Target(Protocol):
-    """What stages need from a target. ``cache`` objects are opaque to callers."""
+    """What stages need from a target. ``cache`` objects are opaque to callers.
+
+    ``supports_ragged``: sequences at different positions can be decoded together. ``recurrent``: it
+    keeps states beside rows, through which the padding of a batch would run.
+    """
 
     hidden_size: int
     num_layers: int
@@ -66,6 +70,7 @@ class Target(Protocol):
     max_context: int
     layer_ids: tuple[int, ...]
     supports_ragged: bool
+    recurrent: bool
 
     @property
     def device(self) -> torch.device: ...
@@ -222,8 +227,7 @@ class DecoderTarget(nn.Module):
         self.hidden_size = config.hidden_size
         self.num_layers = config.num_hidden_layers
         self.row_layers = config.num_hidden_layers - len(config.recurrent_layers)
-        # A batch's padding would run through the states of a hybrid.
-        self.supports_ragged = config.linear is None
+        self.supports_ragged, self.recurrent = True, config.linear is not None
         self.vocab_size = config.vocab_size
         self.max_context = config.max_position_embeddings
         self._head: Tensor | None = None
