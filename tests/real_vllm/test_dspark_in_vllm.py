@@ -26,7 +26,7 @@ from dspark.data.chat import prompt_ids
 from dspark.decoding.sampling import RandomStreams
 from dspark.engine.drafter import Block, Drafter
 from dspark.engine.sampler import RequestSampler
-from dspark.model.cache import Span
+from dspark.model.spans import Span
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
 

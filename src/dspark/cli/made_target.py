@@ -28,7 +28,7 @@ def ensure_made(folder: Path, section: MakeSection, screen: Screen) -> None:
         return
     working = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(working, ignore_errors=True)
-    conversations = _conversations(section)
+    conversations = conversations_of(section)
     with screen.bar(f"making {folder} (steps)", section.steps) as bar:
         loss = make_target(section, conversations, working, bar.advance)
     atomic_json(working / NOTE, {"settings": settings, "cross_entropy": loss})
@@ -36,7 +36,7 @@ def ensure_made(folder: Path, section: MakeSection, screen: Screen) -> None:
     screen.stage("target", f"made {folder}, cross entropy {loss:.3f} nats a token")
 
 
-def _conversations(section: MakeSection) -> list[Messages]:
+def conversations_of(section: MakeSection) -> list[Messages]:
     """One to four orders each, with their answers."""
     found: list[list[dict[str, str]]] = []
     room = 0

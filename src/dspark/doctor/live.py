@@ -22,8 +22,8 @@ from dspark.decoding.request import Generation, LocalDecoder
 from dspark.doctor.conventions import FAMILIES, Family
 from dspark.doctor.findings import Check, failed, passed, skipped, warned
 from dspark.doctor.probe import EMBEDDING_LAYER, Convention, Example, Probe, Score, beats
-from dspark.model.cache import Span
 from dspark.model.draft import DSparkDraft
+from dspark.model.spans import Span
 from dspark.model.target import Target
 
 STATES = "the target's final norm is applied once, and its states give its own greedy tokens"

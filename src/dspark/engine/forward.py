@@ -16,9 +16,8 @@ from torch import Tensor
 from dspark.engine.request import Request
 from dspark.engine.snapshots import Snapshot, Snapshots
 from dspark.errors import DecodingError
-from dspark.model.cache import Span
-from dspark.model.delta import BLOCK
-from dspark.model.paged import PagedRows, PagedSpan
+from dspark.model.paged import PagedRows
+from dspark.model.spans import PagedSpan, Span
 from dspark.model.states import SlotStates
 from dspark.model.target import Target, TargetOutput
 
@@ -139,7 +138,7 @@ class HybridRunner(FlatRunner):
         # A whole prompt's own state helps nobody: its last token must be run to be answered.
         ends = reach == request.wanted_rows and not request.output
         rows = (reach - ends) // self.page_size * self.page_size
-        if rows <= part.start or len(part.tokens) - (rows - part.start) > BLOCK:
+        if rows <= part.start or len(part.tokens) - (rows - part.start) > self.snapshots.tail:
             return None
         slot = self.snapshots.take()
         if slot is None:

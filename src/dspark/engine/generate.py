@@ -19,7 +19,8 @@ from torch import Tensor
 
 from dspark.decoding.request import FinishReason, GenerationRequest, GenerationResult
 from dspark.decoding.sampling import RandomStreams, safe_argmax, sample, target_probabilities
-from dspark.model.cache import Span, shared_prefix
+from dspark.model.cache import shared_prefix
+from dspark.model.spans import Span
 from dspark.model.target import Target
 
 

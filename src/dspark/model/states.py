@@ -21,9 +21,8 @@ from torch import Tensor
 
 from dspark.config.hybrid import LinearConfig
 from dspark.errors import DecodingError
-from dspark.model.cache import Rows, Span
 from dspark.model.delta import Updates, state_after
-from dspark.model.paged import PagedSpan
+from dspark.model.spans import PagedSpan, Span
 
 
 class StateDims(NamedTuple):
@@ -125,6 +124,26 @@ class StepStates(Protocol):
 
     def keep(self, layer: int, start: Tensor, updates: Updates, inputs: Tensor) -> None:
         """``updates`` begin at ``start``; ``inputs`` [B, K - 1 + T, C] with the past in front."""
+        ...
+
+
+class States(Protocol):
+    """The recurrent states beside the rows of a hybrid target."""
+
+    def begin(self, span: Span) -> StepStates:
+        """As the forward of ``span`` sees them."""
+        ...
+
+
+class Rows(Protocol):
+    """Where a target's forward leaves its rows and finds all it may see; ``states`` is None but
+    for hybrid targets."""
+
+    @property
+    def states(self) -> States | None: ...
+
+    def append(self, layer: int, span: Span, *new: Tensor) -> list[Tensor]:
+        """Write new rows [B, heads, T, width]; return all rows that queries may see."""
         ...
 
 

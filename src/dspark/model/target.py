@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from dspark.config.layers import check_layer_ids
 from dspark.config.target import TargetConfig
 from dspark.errors import TargetError
-from dspark.model.cache import RowCache, Rows, Span
+from dspark.model.cache import RowCache
 from dspark.model.gqa import SHORT, GroupedAttention
 from dspark.model.kda import DeltaAttention
 from dspark.model.layers import FusedMLP, RMSNorm, Rope, pack_linears, packed_or_plain
 from dspark.model.mla import LatentAttention, LatentDims
 from dspark.model.moe import ExpertsMLP
 from dspark.model.residuals import ResidualMix, TappedStream
-from dspark.model.states import BatchStates, FreshStates, HybridCache, StateDims
+from dspark.model.spans import Span
+from dspark.model.states import BatchStates, FreshStates, HybridCache, Rows, StateDims
 
 # DeepSeek-V3 builds its two latent norms without passing rms_norm_eps: they keep their default.
 LATENT_EPS = 1e-6

@@ -22,7 +22,7 @@ from torch.func import functional_call
 from dspark.checkpoint.k3 import k3_shapes, write_k3
 from dspark.config.made import MakeSection
 from dspark.config.target import TargetConfig
-from dspark.model.cache import Span
+from dspark.model.spans import Span
 from dspark.model.target import DecoderTarget
 from dspark.model.weights import target_state
 
