@@ -61,15 +61,19 @@ def serve(
         served_model_name, drain, probe, offload_memory, offload_disk, offload_path, offload_fp8,
         None if role is None else role.value, peer, patience,
     )  # fmt: skip
-    if engine != "embedded":
-        from dspark.cli.serve import serve_elsewhere
-
-        if given := options.for_our_engine:
-            raise typer.BadParameter(f"for {engine}, put {', '.join(given)} behind --")
-        serve_elsewhere(checkpoint, engine, target, engine_args or [], plan=plan, as_json=as_json)
+    if engine == "embedded":
+        if engine_args:
+            raise typer.BadParameter("arguments behind -- are for --engine vllm or atom")
+        _serve_here(options, plan=plan, as_json=as_json)
         return
-    if engine_args:
-        raise typer.BadParameter("arguments behind -- are for --engine vllm or atom")
+    if given := options.for_our_engine:
+        raise typer.BadParameter(f"for {engine}, put {', '.join(given)} behind --")
+    from dspark.cli.serve import serve_elsewhere
+
+    serve_elsewhere(checkpoint, engine, target, engine_args or [], plan=plan, as_json=as_json)
+
+
+def _serve_here(options: told.ServeOptions, *, plan: bool, as_json: bool) -> None:
     if plan:
         from dspark.cli.serve_plan import plan_embedded, show_plan
 

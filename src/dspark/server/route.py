@@ -18,18 +18,22 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx2
 from pydantic_core import from_json, to_json
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from dspark.server.errors import APIError, bad_request
+from dspark.server.guard import Guard
 from dspark.server.respond import ClientGone, EventStream, event, while_there
+from dspark.server.resumed import Gone, Passed, chunks, otherwise
+from dspark.server.service import Limits
 
 LOG = logging.getLogger("dspark.server")
 # Fields whose answers have parts that cannot be cut where the client's copy ends.
@@ -54,65 +58,6 @@ class Counts:
 
     requests: int = 0
     resubmitted: int = 0
-
-
-class _Gone(Exception):
-    """The server that was asked is not there any more."""
-
-
-@dataclass
-class _Passed:
-    """What of a stream the client has: text per choice, which choices ended, who it is from."""
-
-    text: dict[int, str] = field(default_factory=dict)
-    ended: set[int] = field(default_factory=set)
-    head: dict[str, Any] = field(default_factory=dict)
-    usage: bool = False
-
-    def rest(self, chunk: dict[str, Any], ahead: dict[int, str]) -> dict[str, Any] | None:
-        """``chunk`` without what the client has; None when nothing is left.
-
-        ``ahead``: per choice the text that this stream must repeat first; what it repeats is taken
-        away from it.
-
-        Raises:
-            APIError: it says something else.
-        """
-        first = not self.head
-        if first:
-            self.head = {key: chunk[key] for key in ("id", "created") if key in chunk}
-        chunk = {**chunk, **self.head}
-        left = []
-        for choice in chunk.get("choices") or ():
-            index, new = choice.get("index", 0), _text(choice)
-            known = ahead.get(index, "")
-            if not (new.startswith(known) or known.startswith(new)):
-                raise APIError(502, "The server was lost, and another one answers otherwise.")
-            ahead[index] = known[len(new) :]
-            new = new[len(known) :]
-            ends = choice.get("finish_reason") is not None and index not in self.ended
-            begins = index not in self.text
-            if new or ends or begins:
-                self.text[index] = self.text.get(index, "") + new
-                self.ended |= {index} if ends else set()
-                left.append(_with_text(choice, new))
-        usage = chunk.get("usage") is not None and not chunk.get("choices") and not self.usage
-        self.usage |= usage
-        return {**chunk, "choices": left} if left or usage else None
-
-
-def _text(choice: dict[str, Any]) -> str:
-    """The text of a choice's piece."""
-    text = choice["delta"].get("content") if "delta" in choice else choice.get("text")
-    return text or ""
-
-
-def _with_text(choice: dict[str, Any], text: str) -> dict[str, Any]:
-    """``choice`` with ``text`` as its piece."""
-    if "delta" not in choice:
-        return {**choice, "text": text}
-    delta = choice["delta"]
-    return {**choice, "delta": {**delta, "content": text} if "content" in delta else delta}
 
 
 class Router:
@@ -164,19 +109,21 @@ class Router:
     async def _pieces(
         self, response: httpx2.Response, opened: AsyncGenerator[httpx2.Response, None]
     ) -> AsyncGenerator[bytes, None]:
-        passed = _Passed()
+        passed = Passed()
         async with aclosing(opened):
             while True:
                 ahead = dict(passed.text)
                 try:
-                    async for chunk in _chunks(response):
+                    async for chunk in chunks(response):
                         if "error" in chunk:
                             yield event(chunk)
                             return
                         if (rest := passed.rest(chunk, ahead)) is not None:
                             yield event(rest)
+                    if any(ahead.values()):
+                        raise otherwise()
                     return
-                except _Gone:
+                except Gone:
                     response = await anext(opened)
                     if response.status_code != 200:
                         raise APIError(502, (await response.aread()).decode()[:300]) from None
@@ -262,7 +209,7 @@ class Router:
 
 def create_router(urls: Sequence[str], patience: float = 60.0) -> Starlette:
     """The application of ``dspark route``."""
-    router = Router(urls, patience)
+    router, limits = Router(urls, patience), Limits()
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -286,6 +233,12 @@ def create_router(urls: Sequence[str], patience: float = 60.0) -> Starlette:
             Route("/health", router.health),
         ],
         exception_handlers={APIError: refused, ClientGone: nobody},
+        middleware=[
+            # Keys are the servers' own to check.
+            Middleware(
+                Guard, keys=[], body_bytes=limits.body_bytes, body_seconds=limits.body_seconds
+            )
+        ],
         lifespan=lifespan,
     )
 
@@ -297,18 +250,6 @@ def _inside(server: Server) -> Iterator[None]:
         yield
     finally:
         server.inside -= 1
-
-
-async def _chunks(response: httpx2.Response) -> AsyncIterator[dict[str, Any]]:
-    """Events of a stream up to its end. Raises _Gone when it breaks off before that."""
-    try:
-        async for found in httpx2.EventSource(response, max_event_size=None):
-            if found.data.strip() == "[DONE]":
-                return
-            yield from_json(found.data)
-    except (httpx2.TransportError, httpx2.SSEError, ValueError) as error:
-        raise _Gone from error
-    raise _Gone
 
 
 def _object(body: bytes) -> dict[str, Any]:
