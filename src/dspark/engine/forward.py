@@ -143,7 +143,10 @@ class HybridRunner(FlatRunner):
         slot = self.snapshots.take()
         if slot is None:
             return None
-        return Snapshot(rows, slot, rolling=not ends and rows != request.table.branch)
+        # A prompt's own last boundary is kept, also where it is a chunk's end.
+        last = (request.wanted_rows - 1) // self.page_size * self.page_size
+        moves = bool(request.output) or rows not in {last, request.table.branch}
+        return Snapshot(rows, slot, rolling=moves)
 
 
 class SingleRunner:
