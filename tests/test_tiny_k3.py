@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from conftest import environment
 from server.process import Process
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "tiny-k3.yaml"
@@ -20,7 +21,9 @@ RECIPE = Path(__file__).parent.parent / "recipes" / "tiny-k3.yaml"
 def dspark(*words: object, seconds: int = 300) -> str:
     """Standard output of the command, which must succeed."""
     command = [sys.executable, "-m", "dspark", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=seconds, check=False, env=environment()
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
