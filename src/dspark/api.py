@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from dspark.checkpoint.calibration import read_calibration
 from dspark.checkpoint.draft import load_draft
@@ -42,6 +42,7 @@ from dspark.model.fp8 import serving_form
 from dspark.pairing import check_pair, target_section
 
 DEFAULT_CONTEXT = 2048
+T = TypeVar("T")
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
@@ -85,7 +86,9 @@ class Engine:
             files, section = _section(target, folder, dtype, device, max_context)
             target = load_target(section, files)
         self.loaded, self.tokenizer = target, target.tokenizer
-        self.identity = f"{target.files.source} {target.files.revision} {folder}"
+        # Of content, not of places: pages outlive the process and go to other machines.
+        drafted = "none" if folder is None else draft_hash(folder)
+        self.identity = f"{file_hashes(target.files).weights} {drafted}"
         drafter: Drafter | None = None
         layer_ids: tuple[int, ...] = ()
         if folder is not None:
@@ -256,6 +259,10 @@ class Engine:
     async def abort_async(self, id: str) -> None:
         """End a request of :meth:`stream_async` or :meth:`generate_async`."""
         await self._driver.abort(id)
+
+    async def between_steps(self, work: Callable[[], T]) -> T:
+        """Do ``work`` with ``core`` under asyncio, while nothing else touches it."""
+        return await self._driver.between_steps(work)
 
 
 def _many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -25,7 +25,8 @@ from dspark.errors import DataError
 from dspark.hidden.answers import Answer
 from dspark.hidden.disk import DiskStore
 from dspark.hidden.record import HiddenRecord
-from dspark.model.cache import Span, shared_prefix
+from dspark.model.cache import shared_prefix
+from dspark.model.spans import Span
 from dspark.model.target import DecoderTarget
 
 TARGET = make_target()

@@ -16,7 +16,7 @@ from dspark.checkpoint.target import load_target
 from dspark.config.recipe import TargetSection
 from dspark.config.target import TargetConfig
 from dspark.errors import ConfigError, TargetError
-from dspark.model.cache import Span
+from dspark.model.spans import Span
 
 pytest.importorskip("gguf")
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -12,7 +12,7 @@ from dspark.checkpoint.sizes import read_sizes
 from dspark.checkpoint.source import find_target
 from dspark.checkpoint.target import load_target
 from dspark.config.recipe import TargetSection
-from dspark.model.cache import Span
+from dspark.model.spans import Span
 from dspark.model.target import DecoderTarget
 
 FIELDS = {

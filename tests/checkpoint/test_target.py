@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from dspark.checkpoint.target import load_target
 from dspark.config.recipe import TargetSection
 from dspark.errors import ConfigError, DSparkError, MissingDependencyError, TargetError
-from dspark.model.cache import Span
+from dspark.model.spans import Span
 
 
 def load(path: Path, **fields: Any) -> Any:

@@ -23,6 +23,7 @@ from dspark.cli.console import Screen
 from dspark.cli.embedded import probe
 from dspark.cli.main import entry
 from dspark.cli.serve import served_draft
+from dspark.cli.serve_options import ServeOptions
 from dspark.cli.speculation import engine_options, read_speculation
 from server.process import Process
 
@@ -154,7 +155,34 @@ def test_adaptive_verification_is_algorithm_1_and_the_servers_own_option_wins(
     made_pair: tuple[Path, Path], config: str | None, option: str | None, scheduler: str
 ) -> None:
     found = read_speculation(served_draft(made_pair[1]), config)
-    assert engine_options(4, 0.1, 7, found, option).scheduler == scheduler
+    options = ServeOptions(made_pair[1], max_num_seqs=4, scheduler=option)
+    assert engine_options(options, 7, found).scheduler == scheduler
+
+
+@pytest.mark.parametrize(
+    ("words_", "says"),
+    [
+        (["--offload-disk", "1"], "--offload-path together"),
+        (["--offload-path", "pages"], "--offload-path together"),
+        (["--offload-fp8"], "Add --offload-memory"),
+        (["--role", "decode"], "--peer tcp://PREFILL"),
+        (["--role", "decode", "--peer", "10.0.0.5:5700"], "tcp://HOST:PORT"),
+    ],
+)
+def test_offload_and_roles_that_do_not_go_together_are_refused(
+    made_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], words_: list[str], says: str
+) -> None:
+    assert run(*words(made_pair, *words_, "--port", "0")) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_role_brings_room_for_pages_in_flight(made_pair: tuple[Path, Path]) -> None:
+    found = read_speculation(served_draft(made_pair[1]), None)
+    options = ServeOptions(made_pair[1], role="decode", peer="tcp://127.0.0.1:5700")
+    assert engine_options(options, 7, found).offload_host_gib == 1
+    told = ServeOptions(made_pair[1], role="decode", peer=options.peer, offload_memory=0.25)
+    assert engine_options(told, 7, found).offload_host_gib == 0.25
+    assert engine_options(ServeOptions(made_pair[1]), 7, found).offload_host_gib == 0
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from dspark.config.engine import EngineOptions
 from dspark.engine.core import EngineCore
 from dspark.engine.drafter import Drafter
 from dspark.engine.memory import bytes_per_token, state_bytes
-from dspark.model.cache import Span
 from dspark.model.draft import DSparkDraft
+from dspark.model.spans import Span
 from dspark.model.target import DecoderTarget
 from model.hybrid_models import kimi_model
 from model.tiny_targets import COVERED, decoder_of, transformers_model

@@ -20,8 +20,7 @@ from dspark.engine.answer import Completion
 from dspark.engine.core import EngineCore
 from dspark.engine.drafter import Drafter
 from dspark.engine.memory import bytes_per_token
-from dspark.model.cache import Span
-from dspark.model.paged import Reads
+from dspark.model.spans import Reads, Span
 
 END = frozenset({2})
 

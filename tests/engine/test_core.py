@@ -9,8 +9,8 @@ import torch
 
 from dspark.decoding.params import SamplingParams
 from dspark.errors import DecodingError
-from dspark.model.cache import Span
 from dspark.model.hf_target import HFTarget
+from dspark.model.spans import Span
 from engine.pairs import END, Pair, run
 
 

@@ -23,7 +23,7 @@ from dspark.engine.decode import Decoder
 from dspark.engine.drafter import Drafter
 from dspark.engine.generate import BatchGenerator
 from dspark.errors import DecodingError
-from dspark.model.cache import Span
+from dspark.model.spans import Span
 from engine.pairs import check_rows_after_decoding
 
 END = frozenset({2})

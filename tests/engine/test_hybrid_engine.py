@@ -7,8 +7,10 @@ import random
 import pytest
 
 from dspark.decoding.params import SamplingParams
+from dspark.decoding.request import GenerationRequest
 from dspark.engine.answer import Completion
 from dspark.engine.core import EngineCore
+from dspark.engine.generate import BatchGenerator
 from dspark.engine.measure import measure_costs
 from dspark.engine.selftest import all_cases, run_case, tiny_pair
 from dspark.errors import DecodingError
@@ -228,3 +230,41 @@ def test_states_that_keep_rejected_tokens_are_convicted(monkeypatch) -> None:
 
     monkeypatch.setattr(SlotStates, "commit", wrong)
     assert run_case(tiny_pair(hybrid=True), HYBRID[0], 3000).p_value < 1e-8
+
+
+@pytest.mark.parametrize("page_size", [40, 64])
+def test_large_pages_lose_no_state(pair, page_size: int) -> None:
+    """A prompt that ends far behind its last page boundary is found again up to there."""
+    rng = random.Random(page_size)
+    text = [rng.randrange(1, VOCAB - 1) for _ in range(2 * page_size - 2)]
+    want = run(pair.engine(draft=False, max_requests=1, prefix_cache=False), [text])[0]
+    core = pair.engine(page_size=page_size, max_requests=2)
+    assert run(core, [text])[0].ids == want.ids
+    name = core.submit(text, greedy())
+    while core.unfinished:
+        core.step()
+    again = core.collect(name)
+    assert again.cached_tokens == page_size
+    assert again.completions[0].ids == want.ids
+
+
+def answers_of(pair, texts: list[list[int]], batch: int) -> dict[str, tuple[int, ...]]:
+    generator = BatchGenerator(pair.target, frozenset(), batch, 100)
+    requests = [
+        GenerationRequest(str(i), tuple(text), greedy(temperature=i % 2, seed=i))
+        for i, text in enumerate(texts)
+    ]
+    found: dict[str, tuple[int, ...]] = {}
+    seen: list[int] = []
+    generator.run(requests, lambda r: found.__setitem__(r.id, r.ids), seen.append)
+    assert sum(seen) == sum(map(len, found.values()))
+    return found
+
+
+@pytest.mark.parametrize("shared", [0, 20])
+def test_answers_in_batches_are_those_of_one_at_a_time(pair, shared: int) -> None:
+    texts = prompts(12, seed=4, shared=shared)
+    assert len({len(t) for t in texts}) < 12, "some share a prefill"
+    alone = answers_of(pair, texts, 1)
+    for batch in (3, 12):
+        assert answers_of(pair, texts, batch) == alone

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.model.paged import PagedRows, PagedSpan, Segment
+from dspark.model.paged import PagedRows
+from dspark.model.spans import PagedSpan, Segment
 from dspark.model.states import SlotStates
 from dspark.model.target import DecoderTarget, TargetOutput
 from model.tiny_targets import transformers_model

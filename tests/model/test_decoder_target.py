@@ -12,7 +12,7 @@ from torch import Tensor
 from dspark.config.layers import to_convention
 from dspark.config.target import TargetConfig
 from dspark.errors import TargetError
-from dspark.model.cache import Span
+from dspark.model.spans import Span
 from dspark.model.target import DecoderTarget, TargetOutput
 from dspark.model.weights import target_state
 

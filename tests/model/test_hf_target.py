@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 
 from dspark.errors import DecodingError, TargetError
-from dspark.model.cache import Span
 from dspark.model.hf_target import HFTarget
+from dspark.model.spans import Span
 from dspark.model.target import Target, TargetOutput
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 
 from dspark.config.target import TargetConfig
 from dspark.errors import DecodingError
-from dspark.model.cache import Span
+from dspark.model.spans import Span
 from dspark.model.target import DecoderTarget
 from model.hybrid_models import KIMI, Slots, kimi_model
 from model.tiny_targets import decoder_of, gap, random_ids

@@ -9,7 +9,7 @@ import torch
 
 from dspark.config.target import TargetConfig
 from dspark.errors import TargetError
-from dspark.model.cache import Span
+from dspark.model.spans import Span
 from dspark.model.target import DecoderTarget
 from dspark.model.weights import target_state
 from model.hybrid_models import Slots

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark.errors import DecodingError
-from dspark.model.cache import RowCache, Span, shared_prefix
+from dspark.model.cache import RowCache, shared_prefix
+from dspark.model.spans import Span
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ from dspark.config.layers import default_layer_ids
 from dspark.config.recipe import TargetSection
 from dspark.config.target import TargetConfig
 from dspark.errors import MissingDependencyError
-from dspark.model.cache import Span
 from dspark.model.hf_target import HFTarget
+from dspark.model.spans import Span
 
 CPU = torch.device("cpu")
 TEXT = (

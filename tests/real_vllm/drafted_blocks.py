@@ -14,7 +14,7 @@ from dspark.checkpoint.target import LoadedTarget
 from dspark.decoding.sampling import RandomStreams
 from dspark.engine.drafter import Block, Drafter
 from dspark.engine.sampler import RequestSampler
-from dspark.model.cache import Span
+from dspark.model.spans import Span
 
 
 @dataclass(frozen=True)

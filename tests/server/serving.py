@@ -91,10 +91,11 @@ def serving(
     keys: tuple[str, ...] = (),
     draft: str | None = "draft",
     examples: tuple[Any, ...] = (),
+    role: Any = None,
     **limits: Any,
 ) -> Iterator[Served]:
     """A server around ``engine`` while the context is open."""
-    service = Service(engine, MODEL, Limits(**limits))
+    service = Service(engine, MODEL, Limits(**limits), role)
     drafter = engine.core.drafter
     block = drafter.block_size if drafter else 0
     about = About(version="test", target="made", draft=draft, block_size=block, examples=examples)

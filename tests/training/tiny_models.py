@@ -24,9 +24,9 @@ from dspark.config.architecture import (
 from dspark.config.recipe import LossSection, TrainSection
 from dspark.config.target import TargetConfig
 from dspark.hidden.record import HiddenRecord
-from dspark.model.cache import Span
 from dspark.model.draft import DSparkDraft
 from dspark.model.init import initialise
+from dspark.model.spans import Span
 from dspark.model.target import DecoderTarget, TargetOutput
 from dspark.training.stage import TargetParts
 

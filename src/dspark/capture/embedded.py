@@ -17,7 +17,8 @@ from torch import Tensor
 from dspark.errors import DataError
 from dspark.hidden.answers import Answer
 from dspark.hidden.record import HiddenRecord, HiddenStore
-from dspark.model.cache import Span, shared_prefix
+from dspark.model.cache import shared_prefix
+from dspark.model.spans import Span
 from dspark.model.target import Target
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from dspark.checkpoint.k3 import k3_config
 from dspark.checkpoint.source import TargetFiles, first_line
 from dspark.errors import MissingDependencyError, TargetError
 
@@ -52,7 +53,10 @@ def read_tokenizer(files: TargetFiles) -> Any:
 
 
 def read_config(files: TargetFiles) -> Any:
-    """transformers' config object of the target; raises as :func:`read_tokenizer`."""
+    """transformers' config object of the target, or what stands for it where transformers does not
+    know the family (``dspark.checkpoint.k3``); raises as :func:`read_tokenizer`."""
+    if (own := k3_config(files)) is not None:
+        return own
     with _translated(files, "a config of a causal language model that transformers knows"):
         from transformers import AutoConfig
 

@@ -51,8 +51,11 @@ def read_sizes(section: TargetSection, files: TargetFiles) -> TargetSizes:
     """
     if section.sizes is not None:
         return _told(shape_of(section, section.sizes.model_dump()), section.sizes, section)
-    files = fetch(files, CONFIG_FILES)
     width = WIDTH[section.dtype]
+    if section.make is not None:
+        made = section.make.target_config
+        return _own(shape_of(section, made.model_dump()), made, width)
+    files = fetch(files, CONFIG_FILES)
     if files.gguf is not None:
         require_gguf(section.source)
         file = GGUFFile(files)

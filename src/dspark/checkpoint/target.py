@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dspark.checkpoint.gguf import GGUFFile, require_gguf
+from dspark.checkpoint.k3 import K3Config, read_k3
 from dspark.checkpoint.pretrained import read_config, read_model, read_tokenizer, text_sizes
 from dspark.checkpoint.source import TargetFiles, fetch, find_target, first_line, weight_files
 from dspark.config.recipe import TargetSection
@@ -123,6 +124,8 @@ def _from_transformers(
     sizes = text_sizes(files, whole)
     shape = shape_of(section, sizes)
     tokenizer = read_tokenizer(files)
+    if isinstance(whole, K3Config):
+        return _from_k3(section, files, shape, tokenizer, device)
     model: Any = read_model(files, whole, dtype)
     config, state, reason = None, {}, ""
     try:
@@ -136,6 +139,25 @@ def _from_transformers(
     ends = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
     model = model if config is None else None
     return LoadedTarget(files, tokenizer, shape, config, reason, dtype, device, ends, state, model)
+
+
+def _from_k3(
+    section: TargetSection, files: TargetFiles, shape: TargetShape, tokenizer: Any,
+    device: torch.device,
+) -> LoadedTarget:  # fmt: skip
+    dtype = getattr(torch, section.dtype)
+    try:
+        config = TargetConfig.from_hf(read_config(files).to_dict())
+    except ValueError as error:
+        raise TargetError(
+            expected="a variant of Kimi-K3 that our decoder runs (transformers runs none)",
+            found=str(error),
+            where=f"target.source {section.source}",
+            fix="Use a checkpoint in plain floats, or another target.",
+        ) from error
+    tensors, ends = read_k3(files, dtype)
+    state = target_state(config, tensors)
+    return LoadedTarget(files, tokenizer, shape, config, "", dtype, device, ends, state, None)
 
 
 def shape_of(section: TargetSection, sizes: dict[str, Any]) -> TargetShape:

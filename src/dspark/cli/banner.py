@@ -51,6 +51,7 @@ def facts(options: ServeOptions, service: Service, found: Speculation) -> list[t
         ("cache", f"{pool.count * pool.page_size:,} tokens in {pool.count:,} pages "
          f"({pool.count * pool.page_size * width / 2**20:.1f} MiB), prefix cache "
          f"{'on' if pool.share else 'off'}"),
+        *_outside(options, service),
         ("limits", f"context {service.max_length}, {made.max_requests} answers at once, "
          f"{service.limits.waiting} waiting, bodies of {service.limits.body_bytes:,} bytes"),
         ("grammars", "on" if _installed("llguidance") else
@@ -58,6 +59,24 @@ def facts(options: ServeOptions, service: Service, found: Speculation) -> list[t
         ("API key", "needed" if options.api_keys else "none: everybody who reaches it may use it"),
         *(("not used", text) for text in found.unused),
     ]  # fmt: skip
+
+
+def _outside(options: ServeOptions, service: Service) -> list[tuple[str, str]]:
+    """Where pages go that leave the cache, and which machine computes prompts."""
+    rows, offload, made = [], service.engine.core.offload, service.engine.core.options
+    if offload is not None:
+        host, disk = offload.store.host_bytes, offload.store.disk_bytes
+        places = [f"{host / 2**30:g} GiB of host memory"] if host else []
+        places += [f"{disk / 2**30:g} GiB in {made.offload_path}"] if disk else []
+        size = offload.layout.bytes_per_token()
+        form = "fp8 (rounded)" if made.offload_fp8 else "as they are"
+        rows.append(("offload", f"{', then '.join(places)}; {size:,.0f} bytes a token, {form}"))
+    if options.role == "prefill":
+        rows.append(("role", f"prefill: computes prompts for decode servers at {options.peer}"))
+    if options.role == "decode":
+        rows.append(("role", f"decode: prompts are computed by {options.peer}, or here after "
+                     f"{options.patience:g} s"))  # fmt: skip
+    return rows
 
 
 def _calibration(admission: Admission) -> str:

@@ -61,15 +61,23 @@ class RunContext:
     @cached_property
     def target_files(self) -> TargetFiles:
         """Where the target is; a hub id is not downloaded for it."""
-        from dspark.checkpoint.source import find_target
+        from dspark.checkpoint.source import TargetFiles, find_target
 
-        return find_target(self.recipe.target.source, self.recipe.target.revision)
+        section = self.recipe.target
+        if section.make is not None and not Path(section.source).exists():
+            return TargetFiles(section.source, section.source, None, None)
+        return find_target(section.source, section.revision)
 
     @cached_property
     def fetched_files(self) -> TargetFiles:
-        """The target's files on this machine; downloads a hub id that is not in the cache."""
+        """The target's files on this machine: downloads a hub id that is not in the cache, makes
+        what the recipe says how to make."""
         from dspark.checkpoint.source import fetch
 
+        if self.recipe.target.make is not None:
+            from dspark.cli.made_target import ensure_made
+
+            ensure_made(Path(self.recipe.target.source), self.recipe.target.make, self.screen)
         return fetch(self.target_files)
 
     @cached_property
@@ -112,7 +120,7 @@ class RunContext:
         """What must be equal for work on this target to stay current."""
         hashes = self.file_hashes
         return {
-            **self.recipe.target.model_dump(mode="json", exclude={"device", "sizes"}),
+            **self.recipe.target.model_dump(mode="json", exclude={"device", "sizes", "make"}),
             "found_revision": self.fetched_files.revision,
             "weights_hash": hashes.weights,
             "config_hash": hashes.config,

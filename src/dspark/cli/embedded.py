@@ -12,7 +12,7 @@ import logging
 import socket
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -34,7 +34,10 @@ from dspark.cli.speculation import engine_options, read_speculation
 from dspark.decoding.request import Generation
 from dspark.doctor.findings import Check
 from dspark.doctor.live import check_acceptance
-from dspark.errors import ConfigError, MissingDependencyError
+from dspark.errors import ConfigError, MissingDependencyError, optional_module
+
+if TYPE_CHECKING:
+    from dspark.server.handover import HandoverRole
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 PROBE_PROMPTS, PROBE_TOKENS = 8, 48
@@ -55,7 +58,7 @@ def serve_embedded(options: ServeOptions) -> None:
         ConfigError: options that contradict the draft, or a port that is taken.
         DSparkError: what loading may raise.
     """
-    _require_installed()
+    require_installed("dspark serve")
     from dspark.cli.banner import facts, show_banner, show_probe
     from dspark.server.app import About, create_app
     from dspark.server.run import Listen, serve
@@ -65,9 +68,7 @@ def serve_embedded(options: ServeOptions) -> None:
     served = served_draft(options.draft)
     found = read_speculation(served, options.speculative_config)
     config, _ = read_config(options.draft)
-    made = engine_options(
-        options.max_num_seqs, options.cache_gib, config.block_size, found, options.scheduler
-    )
+    made = engine_options(options, config.block_size, found)
     link = take_port(options.host, options.port)
     with (
         options_named(NAMES),
@@ -81,7 +82,8 @@ def serve_embedded(options: ServeOptions) -> None:
     doubts = [str(doubt.message) for doubt in told]
     check = probe(engine, options.draft, dict(served.raw), screen) if options.probe else None
     name = options.served_model_name or engine.loaded.files.source
-    service = Service(engine, name, Limits(waiting=options.max_waiting))
+    role = made_role(engine, options)
+    service = Service(engine, name, Limits(waiting=options.max_waiting), role)
     show_banner(facts(options, service, found), (*doubts, *found.warnings), screen.console)
     if check is not None:
         show_probe(check, screen.console)
@@ -98,6 +100,28 @@ def serve_embedded(options: ServeOptions) -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     listen = Listen(options.host, port, options.drain, "warning")
     serve(create_app(service, about, options.api_keys), listen, link)
+
+
+def made_role(engine: Engine, options: ServeOptions) -> HandoverRole | None:
+    """What ``--role`` and ``--peer`` ask for.
+
+    Raises:
+        MissingDependencyError: a role without pyzmq.
+        ConfigError: a place that cannot be listened on.
+    """
+    if options.role is None or options.peer is None:
+        return None
+    optional_module(
+        "zmq",
+        expected="the package pyzmq, over which pages move",
+        where="dspark serve --role",
+        fix="pip install 'dspark[stream]'",
+    )
+    from dspark.server.handover import DecodeRole, PrefillRole
+
+    if options.role == "prefill":
+        return PrefillRole(engine, options.peer)
+    return DecodeRole(engine, options.peer, options.patience)
 
 
 def take_port(host: str, port: int) -> socket.socket:
@@ -160,12 +184,13 @@ def _fitting(prompts: list[list[int]], target: LoadedTarget) -> list[list[int]]:
     ]
 
 
-def _require_installed() -> None:
+def require_installed(verb: str) -> None:
+    """Raise MissingDependencyError unless the packages of a server are there."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingDependencyError(
             expected="the packages of the server",
             found=f"not installed: {', '.join(missing)}",
-            where="dspark serve",
+            where=verb,
             fix="pip install 'dspark[server]'",
         )

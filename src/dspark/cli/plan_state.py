@@ -52,7 +52,7 @@ def _incomparable(run: RunContext) -> str:
     wanted = run.recipe.prompts.filters.contamination
     if wanted is not None and wanted.tasks and wanted.data is None:
         return "cannot be compared before its benchmarks are read"
-    if run.target_files.hub:
+    if run.target_files.hub or not Path(run.target_files.location).exists():
         return "cannot be compared before the target is on this machine"
     return ""
 

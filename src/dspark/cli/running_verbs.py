@@ -36,6 +36,13 @@ def serve(
     served_model_name: told.ServedName = None,
     drain: told.Drain = told.ServeOptions.drain,
     probe: told.Probe = told.ServeOptions.probe,
+    offload_memory: told.OffloadMemory = told.ServeOptions.offload_memory,
+    offload_disk: told.OffloadDisk = told.ServeOptions.offload_disk,
+    offload_path: told.OffloadPath = None,
+    offload_fp8: told.OffloadFP8 = False,
+    role: told.RoleOption = None,
+    peer: told.Peer = None,
+    patience: told.Patience = told.ServeOptions.patience,
     plan: told.Plan = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
@@ -51,17 +58,22 @@ def serve(
     options = told.ServeOptions(
         checkpoint, target, host, port, tuple(api_key or ()), max_model_len, max_num_seqs,
         max_waiting, cache_gib, None if scheduler is None else scheduler.value, speculative_config,
-        served_model_name, drain, probe,
+        served_model_name, drain, probe, offload_memory, offload_disk, offload_path, offload_fp8,
+        None if role is None else role.value, peer, patience,
     )  # fmt: skip
-    if engine != "embedded":
-        from dspark.cli.serve import serve_elsewhere
-
-        if given := options.for_our_engine:
-            raise typer.BadParameter(f"for {engine}, put {', '.join(given)} behind --")
-        serve_elsewhere(checkpoint, engine, target, engine_args or [], plan=plan, as_json=as_json)
+    if engine == "embedded":
+        if engine_args:
+            raise typer.BadParameter("arguments behind -- are for --engine vllm or atom")
+        _serve_here(options, plan=plan, as_json=as_json)
         return
-    if engine_args:
-        raise typer.BadParameter("arguments behind -- are for --engine vllm or atom")
+    if given := options.for_our_engine:
+        raise typer.BadParameter(f"for {engine}, put {', '.join(given)} behind --")
+    from dspark.cli.serve import serve_elsewhere
+
+    serve_elsewhere(checkpoint, engine, target, engine_args or [], plan=plan, as_json=as_json)
+
+
+def _serve_here(options: told.ServeOptions, *, plan: bool, as_json: bool) -> None:
     if plan:
         from dspark.cli.serve_plan import plan_embedded, show_plan
 
@@ -70,6 +82,24 @@ def serve(
     from dspark.cli.embedded import serve_embedded
 
     serve_embedded(options)
+
+
+@verbs.command()
+def route(
+    servers: Annotated[
+        list[str], typer.Argument(metavar="URL...", help="Servers of one model and draft.")
+    ],
+    host: told.Host = told.ServeOptions.host,
+    port: told.Port = told.ServeOptions.port,
+    patience: Annotated[
+        float, typer.Option(min=0, help="Seconds a request waits for a server that answers.")
+    ] = 60.0,
+    drain: told.Drain = told.ServeOptions.drain,
+) -> None:
+    """One address in front of several servers; what a dead one was asked, another answers."""
+    from dspark.cli.route import serve_route
+
+    serve_route(servers, host, port, patience, drain)
 
 
 @verbs.command()

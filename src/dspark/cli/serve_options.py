@@ -33,6 +33,42 @@ MaxWaiting = Annotated[int, typer.Option(min=0, help="Answers that may wait; mor
 CacheGiB = Annotated[float, typer.Option(min=0.001, help="Memory for cached rows.")]
 
 
+OffloadMemory = Annotated[
+    float, typer.Option(min=0, help="GiB of host memory for pages that leave the cache.")
+]
+OffloadDisk = Annotated[
+    float, typer.Option(min=0, help="GiB on disk for those that leave host memory.")
+]
+OffloadPath = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Where --offload-disk puts them.")
+]
+OffloadFP8 = Annotated[
+    bool, typer.Option("--offload-fp8", help="Keep them as fp8: smaller, and rounded.")
+]
+
+
+class Role(StrEnum):
+    """The two halves of serving on two machines; see ``dspark.server.handover``."""
+
+    prefill = "prefill"
+    decode = "decode"
+
+
+RoleOption = Annotated[
+    Role | None,
+    typer.Option("--role", help="prefill computes prompts for others, decode has it done there."),
+]
+Peer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="tcp://HOST:PORT", help="prefill: where decode servers come; decode: that place."
+    ),
+]
+Patience = Annotated[
+    float, typer.Option(min=0, help="Seconds a prompt waits for its pages (decode).")
+]
+
+
 class Scheduler(StrEnum):
     """The engine's schedulers; see ``dspark.config.engine.EngineOptions``."""
 
@@ -65,7 +101,11 @@ Plan = Annotated[
 
 
 # Recipe keys in library errors, and the option that sets the same thing here.
-NAMES = {"target.max_context": "--max-model-len"}
+NAMES = {
+    "target.max_context": "--max-model-len",
+    "offload_path": "--offload-path",
+    "offload_host_gib": "--offload-memory",
+}
 
 
 @dataclass(frozen=True)
@@ -86,12 +126,20 @@ class ServeOptions:
     served_model_name: str | None = None
     drain: int = 60
     probe: bool = True
+    offload_memory: float = 0.0
+    offload_disk: float = 0.0
+    offload_path: Path | None = None
+    offload_fp8: bool = False
+    role: str | None = None
+    peer: str | None = None
+    patience: float = 10.0
 
     @property
     def for_our_engine(self) -> list[str]:
         """Options that were set and that another engine has under names of its own."""
         fields = ("host", "port", "max_model_len", "max_num_seqs", "speculative_config",
-                  "served_model_name", "scheduler")  # fmt: skip
+                  "served_model_name", "scheduler", "offload_memory", "offload_disk",
+                  "offload_path", "offload_fp8", "role", "peer", "patience")  # fmt: skip
         return [
             f"--{name.replace('_', '-')}"
             for name in fields

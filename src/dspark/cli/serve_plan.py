@@ -85,9 +85,7 @@ def plan_embedded(options: ServeOptions) -> Capacity:
         section = section.model_copy(update={"max_context": options.max_model_len})
     with options_named(NAMES):
         sizes = read_sizes(section, find_target(section.source, section.revision))
-    engine = engine_options(
-        options.max_num_seqs, options.cache_gib, config.block_size, found, options.scheduler
-    )
+    engine = engine_options(options, config.block_size, found)
     return capacity(config, sizes, section.dtype, engine)
 
 

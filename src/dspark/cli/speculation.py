@@ -7,10 +7,12 @@ followed or refused, never dropped.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from dspark.cli.launch import Served, check_vllm, speculative_config
+from dspark.cli.serve_options import ServeOptions
 from dspark.config.engine import EngineOptions
 from dspark.errors import ConfigError
 
@@ -34,6 +36,7 @@ REFUSED = {
 }
 
 
+HANDOVER_GIB = 1.0
 ADAPTIVE = "sync"
 """The scheduler of ``enable_adaptive_verification``: the paper's Algorithm 1."""
 
@@ -76,15 +79,59 @@ def read_speculation(draft: Served, text: str | None) -> Speculation:
     return Speculation(options, unused, tuple(warnings))
 
 
-def engine_options(
-    max_num_seqs: int, cache_gib: float, block: int, found: Speculation, scheduler: str | None
-) -> EngineOptions:
-    """Options of the engine behind the server; ``scheduler`` wins over the speculative config."""
-    budget = max(1024, max_num_seqs * (block + 1))
-    chosen = {**found.options, **({} if scheduler is None else {"scheduler": scheduler})}
+def engine_options(options: ServeOptions, block: int, found: Speculation) -> EngineOptions:
+    """Options of the engine behind the server; ``--scheduler`` wins over the speculative config.
+
+    A server with a role needs room for the pages of prompts in flight: 1 GiB unless told.
+
+    Raises:
+        ConfigError: options of offloading or of roles that do not go together.
+    """
+    _check_offload(options)
+    budget = max(1024, options.max_num_seqs * (block + 1))
+    scheduler = {} if options.scheduler is None else {"scheduler": options.scheduler}
     return EngineOptions(
-        max_requests=max_num_seqs, max_batch_tokens=budget, cache_gib=cache_gib, **chosen
+        max_requests=options.max_num_seqs,
+        max_batch_tokens=budget,
+        cache_gib=options.cache_gib,
+        offload_host_gib=options.offload_memory or (0.0 if options.role is None else HANDOVER_GIB),
+        offload_disk_gib=options.offload_disk,
+        offload_path=None if options.offload_path is None else str(options.offload_path),
+        offload_fp8=options.offload_fp8,
+        **{**found.options, **scheduler},
     )
+
+
+def _check_offload(options: ServeOptions) -> None:
+    if (options.offload_disk > 0) != (options.offload_path is not None):
+        raise ConfigError(
+            expected="--offload-disk and --offload-path together",
+            found="one of them",
+            where="dspark serve",
+            fix="Name the folder and how much may lie there.",
+        )
+    if (options.role is None) != (options.peer is None):
+        raise ConfigError(
+            expected="--role and --peer together",
+            found="one of them",
+            where="dspark serve",
+            fix="prefill: --peer tcp://0.0.0.0:5700; decode: --peer tcp://PREFILL:5700",
+        )
+    if options.peer is not None and not re.fullmatch(r"tcp://[^/]+:[0-9]{1,5}", options.peer):
+        raise ConfigError(
+            expected="tcp://HOST:PORT",
+            found=options.peer,
+            where="dspark serve --peer",
+            fix="For instance tcp://10.0.0.5:5700.",
+        )
+    nothing = not options.offload_memory and not options.offload_disk and options.role is None
+    if options.offload_fp8 and nothing:
+        raise ConfigError(
+            expected="somewhere to keep pages",
+            found="--offload-fp8 alone",
+            where="dspark serve",
+            fix="Add --offload-memory or --offload-disk.",
+        )
 
 
 def _refusal(key: str, expected: str, found: str) -> ConfigError:

@@ -21,6 +21,7 @@ from dspark.config.architecture import (
     RopeParameters,
 )
 from dspark.config.layers import check_layer_order
+from dspark.config.made import MakeSection
 from dspark.config.prompts import PackageSource, PromptsSection, TokenizerSection
 from dspark.config.serving import ServingSection
 from dspark.config.stream import ClusterSection, StreamSection
@@ -33,7 +34,8 @@ class TargetSection(Frozen):
     """The big model: ``package:NAME`` (a GGUF shipped in a Python package), a path or a hub id.
 
     ``sizes`` writes its sizes down, for targets whose files are not on this machine; they are
-    checked against the target when it is loaded.
+    checked against the target when it is loaded. With ``make``, ``source`` is a folder that is made
+    by the first command that needs it.
     """
 
     source: str = Field(min_length=1)
@@ -42,6 +44,13 @@ class TargetSection(Frozen):
     device: str = "auto"
     max_context: PositiveInt = 2048
     sizes: TargetShape | None = None
+    make: MakeSection | None = None
+
+    @model_validator(mode="after")
+    def _is_made_in_a_folder(self) -> TargetSection:
+        if self.make is not None and (self.source.startswith("package:") or self.revision):
+            raise ValueError("make: source is the folder to make, without a revision")
+        return self
 
 
 class CaptureSection(Frozen):

@@ -19,7 +19,7 @@ from dspark.decoding.params import SamplingParams
 from dspark.decoding.request import Generation, LocalDecoder
 from dspark.doctor.findings import Check, failed, passed, skipped
 from dspark.doctor.probe import EMBEDDING_LAYER, Example
-from dspark.model.cache import Span
+from dspark.model.spans import Span
 from dspark.model.target import Target
 
 TAPS = "the engine hands out the streams of the declared layers"

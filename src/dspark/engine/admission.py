@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 # Requests beyond this many are weighed every fourth step, not every step.
 MANY = 64
-# Steps that repeat a decision to draft for all and verify all, unweighed. Weighing is little work but
-# on cold caches, behind a pass over all weights: about 1 ms in a step of 30 on two cores.
+# Steps that repeat a decision to draft for all and verify all, unweighed. Weighing is little work
+# but on cold caches, behind a pass over all weights: about 1 ms in a step of 30 on two cores.
 COAST = 3
 # Weight of the newest step in what trimming gains.
 RECENT = 0.2

@@ -21,12 +21,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from dspark.decoding.params import SamplingParams
 from dspark.engine.answer import Delta, RequestOutput
 from dspark.engine.core import EngineCore
 from dspark.errors import DecodingError
+
+T = TypeVar("T")
 
 
 class StepError(RuntimeError):
@@ -176,6 +178,11 @@ class AsyncDriver:
     async def abort(self, id: str) -> None:
         """End a request; its stream gets a last piece."""
         self._tell(await self._order(lambda: self.core.abort(id)))
+
+    async def between_steps(self, work: Callable[[], T]) -> T:
+        """Result of ``work``, done in the engine's thread while it does nothing else."""
+        result: T = await self._order(work)
+        return result
 
     def _submit(self, prompt: Sequence[int], params: SamplingParams, name: str) -> None:
         self.core.submit(prompt, params, name)

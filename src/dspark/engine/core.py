@@ -39,6 +39,7 @@ from dspark.engine.scheduler import Scheduler
 from dspark.engine.snapshots import Snapshots
 from dspark.engine.text import TextStream
 from dspark.errors import DecodingError
+from dspark.model.delta import BLOCK
 from dspark.model.target import DecoderTarget, Target
 
 
@@ -83,7 +84,7 @@ class EngineCore:
         own = target if isinstance(target, DecoderTarget) else None
         snapshots = None
         if own is not None and own.state_dims is not None and options.prefix_cache:
-            snapshots = Snapshots(options.max_requests, options.state_snapshots)
+            snapshots = Snapshots(options.max_requests, options.state_snapshots, BLOCK)
         self.pool = PagePool(
             page_count(target, drafter, options),
             options.page_size,

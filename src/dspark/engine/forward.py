@@ -16,9 +16,8 @@ from torch import Tensor
 from dspark.engine.request import Request
 from dspark.engine.snapshots import Snapshot, Snapshots
 from dspark.errors import DecodingError
-from dspark.model.cache import Span
-from dspark.model.delta import BLOCK
-from dspark.model.paged import PagedRows, PagedSpan
+from dspark.model.paged import PagedRows
+from dspark.model.spans import PagedSpan, Span
 from dspark.model.states import SlotStates
 from dspark.model.target import Target, TargetOutput
 
@@ -139,12 +138,15 @@ class HybridRunner(FlatRunner):
         # A whole prompt's own state helps nobody: its last token must be run to be answered.
         ends = reach == request.wanted_rows and not request.output
         rows = (reach - ends) // self.page_size * self.page_size
-        if rows <= part.start or len(part.tokens) - (rows - part.start) > BLOCK:
+        if rows <= part.start or len(part.tokens) - (rows - part.start) > self.snapshots.tail:
             return None
         slot = self.snapshots.take()
         if slot is None:
             return None
-        return Snapshot(rows, slot, rolling=not ends and rows != request.table.branch)
+        # A prompt's own last boundary is kept, also where it is a chunk's end.
+        last = (request.wanted_rows - 1) // self.page_size * self.page_size
+        moves = bool(request.output) or rows not in {last, request.table.branch}
+        return Snapshot(rows, slot, rolling=moves)
 
 
 class SingleRunner:

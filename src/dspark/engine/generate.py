@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from dspark.decoding.request import FinishReason, GenerationRequest, GenerationResult
 from dspark.decoding.sampling import RandomStreams, safe_argmax, sample, target_probabilities
-from dspark.model.cache import Span, shared_prefix
+from dspark.model.cache import shared_prefix
+from dspark.model.spans import Span
 from dspark.model.target import Target
 
 
@@ -64,9 +66,10 @@ class BatchGenerator:
         while True:
             free = [i for i, s in enumerate(slots) if s is None]
             if queue and len(free) * 8 >= len(slots):
+                waiting = len(queue)
                 cache = self._admit(free, queue, slots, cache)
                 self._retire(slots, on_result)
-                on_tokens(len(free))
+                on_tokens(waiting - len(queue))
                 continue
             live = [i for i, s in enumerate(slots) if s is not None]
             if not live:
@@ -96,9 +99,15 @@ class BatchGenerator:
         """Prefill as many queued prompts as there are free slots; return the cache to go on with.
 
         One padded batch, whose rows are copied into the free slots. With a single slot (also every
-        target that cannot decode ragged batches) the prefilled cache simply takes over.
+        target that cannot decode ragged batches) the prefilled cache simply takes over. Padding
+        would run through the states of a recurrent target: its prompts come in batches of one
+        length, which the queue is sorted by.
         """
-        taken = [queue.popleft() for _ in range(min(len(free), len(queue)))]
+        most = min(len(free), len(queue))
+        if self.target.recurrent:
+            same = [len(r.prompt_ids) == len(queue[0].prompt_ids) for r in islice(queue, most)]
+            most = sum(same)
+        taken = [queue.popleft() for _ in range(most)]
         start = self._shared
         longest = max(len(r.prompt_ids) for r in taken)
         ids = torch.zeros(len(taken), longest - start, dtype=torch.long)

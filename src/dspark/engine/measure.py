@@ -52,7 +52,8 @@ def measure_costs(core: EngineCore, seconds: float = 4.0) -> CostTable:
     requests = [_request(core, number) for number in range(most)]
     try:
         # Pages are shared by all; a cache or a state of its own is not.
-        filled = requests[:1] if core.target.supports_ragged else requests
+        shared = core.target.supports_ragged and not core.target.recurrent
+        filled = requests[:1] if shared else requests
         parts = [Part(r, r.prompt, 0) for r in filled]
         _, taps, span = core.runner.forward(parts)
         core.runner.write_context(taps, span, None)

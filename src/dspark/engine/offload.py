@@ -43,12 +43,14 @@ What = Literal["page", "state"]
 
 @dataclass
 class OffloadCounts:
-    """Pages and states saved, asked for, found and refused since the start."""
+    """Pages and states since the start: ``saved`` when they left the cache, ``asked`` for when the
+    cache did not have them, found, written back (``restored``), and ``refused`` as unsound."""
 
     saved: int = 0
     asked: int = 0
     from_host: int = 0
     from_disk: int = 0
+    restored: int = 0
     refused: int = 0
 
     @property
@@ -69,6 +71,7 @@ class PageStore:
         self._host: OrderedDict[str, bytes] = OrderedDict()
         self._disk: OrderedDict[str, int] = OrderedDict()
         self.in_host = self.on_disk = 0
+        self.evicted = 0  # deleted for want of room
         if folder is not None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -129,6 +132,7 @@ class PageStore:
 
     def _to_disk(self, name: str, data: bytes) -> None:
         if self.folder is None or len(data) > self.disk_bytes:
+            self.evicted += 1
             return
         path = self._path(name)
         try:
@@ -145,6 +149,7 @@ class PageStore:
     def _shrink_disk(self) -> None:
         while self.on_disk > self.disk_bytes:
             self.drop(next(iter(self._disk)))
+            self.evicted += 1
 
     def _path(self, name: str) -> Path:
         assert self.folder is not None
@@ -234,6 +239,7 @@ class Offload:
                 own = states.matrices[layer, slot]
                 own.copy_(matrices[0].view_as(own))
                 states.inputs[layer, slot].copy_(inputs[0])
+        self.counts.restored += len(self._loads) + len(self._state_loads)
         self._saves, self._loads, self._state_loads = [], {}, {}
 
     def _page(self, page: int) -> StoredPage:

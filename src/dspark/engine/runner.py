@@ -35,7 +35,8 @@ from dspark.engine.sampler import RequestSampler
 from dspark.engine.scheduler import Chunk, Plan
 from dspark.engine.settle import Claim, Settled, settle
 from dspark.engine.snapshots import Snapshot
-from dspark.model.paged import PagedRows, PagedSpan, Reads, Segment
+from dspark.model.paged import PagedRows
+from dspark.model.spans import PagedSpan, Reads, Segment
 from dspark.model.states import SlotStates
 from dspark.model.target import DecoderTarget, Target
 

@@ -207,6 +207,13 @@ class Scheduler:
         count = min(request.wanted_rows - rows, budget)
         if rows < branch < rows + count:  # so that the chunk's last state is the one to keep
             count = branch - rows
+        if (snapshots := self.pool.snapshots) is not None:
+            # The state behind a boundary that lies further back in the chunk would be lost.
+            reach = rows + count
+            ends = reach == request.wanted_rows and not request.output
+            boundary = (reach - ends) // self.pool.page_size * self.pool.page_size
+            if rows < boundary < reach - snapshots.tail:
+                count = boundary - rows
         if count > 0:
             plan.prefill.append(Chunk(request, rows, count))
         return max(count, 0)

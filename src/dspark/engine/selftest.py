@@ -28,8 +28,8 @@ from dspark.decoding.processors import LogitRules
 from dspark.decoding.sampling import STREAMS, RandomStreams, target_probabilities
 from dspark.engine.core import EngineCore
 from dspark.engine.drafter import Drafter
-from dspark.model.cache import Span
 from dspark.model.draft import DSparkDraft
+from dspark.model.spans import Span
 from dspark.model.target import DecoderTarget
 
 VOCAB, BLOCK, LENGTH = 5, 3, 5

@@ -34,11 +34,12 @@ class Snapshot(NamedTuple):
 class Snapshots:
     """Slots ``first`` .. ``first + count - 1``.
 
+    ``tail`` is how many tokens behind a boundary one forward may run and still give its state.
     ``on_evict`` is told key and slot of a state that will be overwritten for want of slots.
     """
 
-    def __init__(self, first: int, count: int) -> None:
-        self.count = count
+    def __init__(self, first: int, count: int, tail: int) -> None:
+        self.count, self.tail = count, tail
         self._free = list(range(first + count - 1, first - 1, -1))
         self._by_key: OrderedDict[bytes, int] = OrderedDict()
         self._taken: set[int] = set()

@@ -1,89 +1,19 @@
-"""Contiguous rows of a small batch: what the batch-1 decoder and the answer generator stand on.
+"""Contiguous rows of a small batch: what capture and the answer generator stand on.
 
-A *span* is the stretch of new tokens of one forward: where each batch slot starts and how far
-attention may look. It is computed once per forward and shared by all layers. Rolling back rejected
-tokens is free: the caller starts the next span earlier and the rows are overwritten.
+Rolling back rejected tokens is free: the caller starts the next span earlier and the rows are
+overwritten.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from dspark.errors import DecodingError
-
-if TYPE_CHECKING:
-    from dspark.model.states import BatchStates, StepStates
-
-
-@dataclass(frozen=True)
-class Span:
-    """New tokens [B, T] of one forward, at ``positions``; row ``t`` may see keys 0..position."""
-
-    positions: Tensor
-    start: int | None
-    reach: int
-    mask: Tensor | None
-    causal: bool
-
-    @staticmethod
-    def alone(batch: int, length: int, device: torch.device) -> Span:
-        """A whole sequence without a cache: plain causal attention."""
-        positions = torch.arange(length, device=device).expand(batch, -1)
-        return Span(positions, 0, length, None, causal=length > 1)
-
-    @staticmethod
-    def at(start: int, length: int, batch: int, device: torch.device) -> Span:
-        """Every slot continues at the same position ``start``."""
-        positions = torch.arange(start, start + length, device=device).expand(batch, -1)
-        reach = start + length
-        if length == 1 or start == 0:
-            return Span(positions, start, reach, None, causal=length > 1)
-        keys = torch.arange(reach, device=device)
-        mask = keys <= positions[0].unsqueeze(-1)
-        return Span(positions, start, reach, mask, causal=False)
-
-    @staticmethod
-    def ragged(starts: Tensor, length: int) -> Span:
-        """Batch slot i continues at ``starts[i]``; every slot adds ``length`` tokens."""
-        positions = starts.unsqueeze(-1) + torch.arange(length, device=starts.device)
-        reach = int(starts.max()) + length
-        keys = torch.arange(reach, device=starts.device)
-        mask = (keys <= positions.unsqueeze(-1)).unsqueeze(1)
-        return Span(positions, None, reach, mask, causal=False)
-
-    def spread(self, x: Tensor) -> Tensor:
-        """Queries as attention wants them, [B, T, ...]: as they are here."""
-        return x
-
-    def flatten(self, x: Tensor) -> Tensor:
-        """The inverse of :meth:`spread`."""
-        return x
-
-
-class States(Protocol):
-    """The recurrent states beside the rows of a hybrid target."""
-
-    def begin(self, span: Span) -> StepStates:
-        """As the forward of ``span`` sees them."""
-        ...
-
-
-class Rows(Protocol):
-    """Where a target's forward leaves its rows and finds all it may see; ``states`` is None but
-    for hybrid targets."""
-
-    @property
-    def states(self) -> States | None: ...
-
-    def append(self, layer: int, span: Span, *new: Tensor) -> list[Tensor]:
-        """Write new rows [B, T, heads, width]; return all that queries may see, [B, heads, N,
-        width]."""
-        ...
+from dspark.model.spans import Span
+from dspark.model.states import BatchStates
 
 
 class RowCache:
@@ -131,7 +61,8 @@ class RowCache:
 
     def adopt(self, slots: Tensor, other: RowCache, length: int) -> None:
         """Copy the first ``length`` rows of ``other`` (one batch row per slot) into ``slots``."""
-        assert self.states is None, "texts of a hybrid target run one by one"
+        if self.states is not None and other.states is not None:
+            self.states.adopt(slots, other.states)
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             for rows, fresh in zip(mine, theirs, strict=True):
                 rows[slots, :, :length] = fresh[:, :, :length]
@@ -147,6 +78,8 @@ class RowCache:
     def keep(self, slots: Tensor) -> None:
         """Shrink the batch to ``slots``, in that order."""
         self.batch = len(slots)
+        if self.states is not None:
+            self.states.select(slots)
         self.layers = [[rows[slots] for rows in parts] for parts in self.layers]
 
 

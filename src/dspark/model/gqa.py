@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from dspark.config.architecture import Qwen3DraftConfig
 from dspark.config.target import TargetConfig
-from dspark.model.cache import Rows, Span
 from dspark.model.layers import RMSNorm, Rope, rotate, rotate_halves
+from dspark.model.spans import Span
+from dspark.model.states import Rows
 from dspark.model.windows import Mask, attend
 
 SHORT = 16  # queries up to which the grouped product beats SDPA on CPU, for several requests

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from dspark.config.layers import to_convention
 from dspark.errors import DecodingError, TargetError
-from dspark.model.cache import Span
+from dspark.model.spans import Span
 from dspark.model.target import TargetOutput, checked_layer_ids
 
 NORM_NAMES = ("norm", "final_layer_norm", "final_layernorm", "final_norm", "ln_f", "norm_f")
@@ -89,6 +89,7 @@ class HFTarget:
     """
 
     supports_ragged = False
+    recurrent = False  # as far as is seen from outside: sequences run one by one
 
     def __init__(self, model: Any, layer_ids: tuple[int, ...] = ()) -> None:
         config = model.config.get_text_config()

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark.config.target import TargetConfig
-from dspark.model.cache import Span
 from dspark.model.delta import l2_normalised, solve
+from dspark.model.spans import Span
 from dspark.model.states import HybridCache, short_convolution
 
 

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from dspark.config.hybrid import LinearConfig
 from dspark.errors import DecodingError
-from dspark.model.cache import Rows, Span
 from dspark.model.delta import Updates, state_after
-from dspark.model.paged import PagedSpan
+from dspark.model.spans import PagedSpan, Span
 
 
 class StateDims(NamedTuple):
@@ -128,6 +127,27 @@ class StepStates(Protocol):
         ...
 
 
+class States(Protocol):
+    """The recurrent states beside the rows of a hybrid target."""
+
+    def begin(self, span: Span) -> StepStates:
+        """As the forward of ``span`` sees them."""
+        ...
+
+
+class Rows(Protocol):
+    """Where a target's forward leaves its rows and finds all it may see; ``states`` is None but
+    for hybrid targets."""
+
+    @property
+    def states(self) -> States | None: ...
+
+    def append(self, layer: int, span: Span, *new: Tensor) -> list[Tensor]:
+        """Write new rows [B, T, heads, width]; return all that queries may see, [B, heads, N,
+        width]."""
+        ...
+
+
 class HybridCache(NamedTuple):
     """What the layers of one forward of a hybrid target see."""
 
@@ -162,7 +182,7 @@ class BatchStates:
     def __init__(self, dims: StateDims, batch: int, device: torch.device) -> None:
         self.layout = Layout(None, device)
         self.matrices, self.inputs = dims.empty(batch, device)
-        self.position = 0
+        self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
 
     def begin(self, span: Span) -> BatchStates:
         """Check that ``span`` continues where the states are; from 0 they start afresh.
@@ -170,17 +190,24 @@ class BatchStates:
         Raises:
             DecodingError: it does not.
         """
-        if span.start == 0:
+        starts = span.positions[:, 0]
+        fresh = starts == 0
+        if span.start == 0 or bool(fresh.all()):
             self.matrices.zero_()
             self.inputs.zero_()
-        elif span.start != self.position:
+        elif bool((wrong := (starts != self.positions) & ~fresh).any()):
+            row = int(wrong.nonzero()[0])
             raise DecodingError(
-                expected=f"tokens that continue at {self.position}, where the recurrent states are",
-                found=f"tokens at {'several positions' if span.start is None else span.start}",
-                where="row cache of a hybrid target",
+                expected=f"tokens that continue at {int(self.positions[row])}, where the recurrent "
+                "states are",
+                found=f"tokens at {int(starts[row])}",
+                where=f"row cache of a hybrid target, sequence {row}",
                 fix="Run tokens in order; a recurrent state cannot go back.",
             )
-        self.position = span.reach
+        elif bool(fresh.any()):
+            self.matrices[:, fresh] = 0
+            self.inputs[:, fresh] = 0
+        self.positions = starts + span.positions.shape[1]
         return self
 
     def load(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -193,10 +220,22 @@ class BatchStates:
 
     def seed(self, prefix: BatchStates, length: int) -> None:
         """Start every batch row at a prefix that was computed once (batch 1)."""
-        assert prefix.position == length, "a state exists only at the end of what was run"
+        assert prefix.positions.tolist() == [length], (
+            "a state exists only at the end of what was run"
+        )
         self.matrices.copy_(prefix.matrices.expand_as(self.matrices))
         self.inputs.copy_(prefix.inputs.expand_as(self.inputs))
-        self.position = length
+        self.positions.fill_(length)
+
+    def adopt(self, slots: Tensor, other: BatchStates) -> None:
+        """Take the states of ``other`` (one sequence per slot) into ``slots``."""
+        self.matrices[:, slots], self.inputs[:, slots] = other.matrices, other.inputs
+        self.positions[slots] = other.positions
+
+    def select(self, slots: Tensor) -> None:
+        """Shrink the batch to ``slots``, in that order."""
+        self.matrices, self.inputs = self.matrices[:, slots], self.inputs[:, slots]
+        self.positions = self.positions[slots]
 
 
 class _Pending(NamedTuple):

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from dspark.config.layers import check_layer_ids
 from dspark.config.target import TargetConfig
 from dspark.errors import TargetError
-from dspark.model.cache import RowCache, Rows, Span
+from dspark.model.cache import RowCache
 from dspark.model.gqa import SHORT, GroupedAttention
 from dspark.model.kda import DeltaAttention
 from dspark.model.layers import FusedMLP, RMSNorm, Rope, pack_linears, packed_or_plain
 from dspark.model.mla import LatentAttention, LatentDims
 from dspark.model.moe import ExpertsMLP
 from dspark.model.residuals import ResidualMix, TappedStream
-from dspark.model.states import BatchStates, FreshStates, HybridCache, StateDims
+from dspark.model.spans import Span
+from dspark.model.states import BatchStates, FreshStates, HybridCache, Rows, StateDims
 
 # DeepSeek-V3 builds its two latent norms without passing rms_norm_eps: they keep their default.
 LATENT_EPS = 1e-6
@@ -58,7 +59,11 @@ class TargetOutput:
 
 
 class Target(Protocol):
-    """What stages need from a target. ``cache`` objects are opaque to callers."""
+    """What stages need from a target. ``cache`` objects are opaque to callers.
+
+    ``supports_ragged``: sequences at different positions can be decoded together. ``recurrent``: it
+    keeps states beside rows, through which the padding of a batch would run.
+    """
 
     hidden_size: int
     num_layers: int
@@ -66,6 +71,7 @@ class Target(Protocol):
     max_context: int
     layer_ids: tuple[int, ...]
     supports_ragged: bool
+    recurrent: bool
 
     @property
     def device(self) -> torch.device: ...
@@ -222,8 +228,7 @@ class DecoderTarget(nn.Module):
         self.hidden_size = config.hidden_size
         self.num_layers = config.num_hidden_layers
         self.row_layers = config.num_hidden_layers - len(config.recurrent_layers)
-        # A batch's padding would run through the states of a hybrid.
-        self.supports_ragged = config.linear is None
+        self.supports_ragged, self.recurrent = True, config.linear is not None
         self.vocab_size = config.vocab_size
         self.max_context = config.max_position_embeddings
         self._head: Tensor | None = None

@@ -91,6 +91,7 @@ def create_app(service: Service, about: About, keys: Sequence[str] = ()) -> Fast
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.begin()
         yield
         service.close()
 

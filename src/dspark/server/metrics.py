@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -26,6 +26,10 @@ from dspark.engine.core import EngineCore
 from dspark.errors import DSparkError
 from dspark.server.admission import Gate
 from dspark.server.exposition import Families, Tally
+from dspark.server.outside import handover_figures, offload_figures
+
+if TYPE_CHECKING:
+    from dspark.server.handover import HandoverRole
 
 FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20,
          40, 80, 160)  # fmt: skip
@@ -56,8 +60,10 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 class Metrics:
     """Everything that is counted of one engine; one registry a server."""
 
-    def __init__(self, core: EngineCore, gate: Gate, model: str) -> None:
-        self.core, self.gate, self.model = core, gate, model
+    def __init__(
+        self, core: EngineCore, gate: Gate, model: str, role: HandoverRole | None = None
+    ) -> None:
+        self.core, self.gate, self.model, self.role = core, gate, model, role
         self.registry = CollectorRegistry()
         self.registry.register(_Scraped(self))
         self.tallies = {name: Tally(text, bounds) for name, (text, bounds) in HISTOGRAMS.items()}
@@ -191,6 +197,10 @@ class _Scraped(Collector):
             yield self._make.histogram(f"vllm:{name}", tally)
         if self._metrics.core.totals is not None:
             yield from self._speculation(self._metrics.core.totals)
+        if self._metrics.core.offload is not None:
+            yield from offload_figures(self._metrics.core.offload, self._make)
+        if self._metrics.role is not None:
+            yield from handover_figures(self._metrics.role, self._make)
 
     def _engine(self) -> Iterator[Metric]:
         core, gate, make = self._metrics.core, self._metrics.gate, self._make

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 LOG = logging.getLogger("dspark.server")
 
@@ -55,7 +55,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def make_server(app: FastAPI, listen: Listen) -> uvicorn.Server:
+def make_server(app: Starlette, listen: Listen) -> uvicorn.Server:
     """A server that ``run()`` blocks in, or ``serve()`` under asyncio."""
     return _Server(
         uvicorn.Config(
@@ -72,6 +72,6 @@ def make_server(app: FastAPI, listen: Listen) -> uvicorn.Server:
     )
 
 
-def serve(app: FastAPI, listen: Listen, link: socket.socket) -> None:
+def serve(app: Starlette, listen: Listen, link: socket.socket) -> None:
     """Serve on the bound socket ``link`` until told to stop."""
     make_server(app, listen).run(sockets=[link])

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic_core import to_json
 
@@ -29,6 +29,9 @@ from dspark.server.admission import Gate
 from dspark.server.choice import Piece, TokenTexts, Track
 from dspark.server.errors import APIError, bad_request
 from dspark.server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from dspark.server.handover import HandoverRole
 
 T = TypeVar("T")
 
@@ -106,16 +109,24 @@ Event = list[Piece] | Result
 
 
 class Service:
-    """``engine`` under ``name``; ``made`` is when it was, in seconds since 1970."""
+    """``engine`` under ``name``; ``made`` is when it was, in seconds since 1970. ``role`` is this
+    server's part where prompts are prefilled on another machine."""
 
-    def __init__(self, engine: Engine, name: str, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        limits: Limits | None = None,
+        role: HandoverRole | None = None,
+    ) -> None:
         self.engine, self.name, self.limits = engine, name, limits or Limits()
+        self.role = role
         self.made = int(time.time())
         core = engine.core
         core.reset_counts()  # what a probe or a measurement did is not what was asked here
         self.max_length = core.scheduler.max_length
         self.gate = Gate(core.options.max_requests, self.limits.waiting)
-        self.metrics = Metrics(core, self.gate, name)
+        self.metrics = Metrics(core, self.gate, name, role)
         self._tokenizer = copy.deepcopy(engine.tokenizer)
         self.texts = TokenTexts(copy.deepcopy(engine.tokenizer))
         self.template = str(engine.tokenizer.chat_template or "")
@@ -125,8 +136,15 @@ class Service:
         mark = f"{engine.identity} {core.options.model_dump_json()}"
         self.fingerprint = "fp_" + hashlib.sha256(mark.encode()).hexdigest()[:12]
 
+    def begin(self) -> None:
+        """The event loop runs."""
+        if self.role is not None:
+            self.role.begin()
+
     def close(self) -> None:
-        """Let the tokenizer's thread go."""
+        """Let the tokenizer's thread and the other machine go."""
+        if self.role is not None:
+            self.role.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def room(self, prompt: Sequence[int]) -> int:
@@ -249,6 +267,8 @@ class Service:
     async def _numbered(
         self, number: int, prompt: Sequence[int], params: SamplingParams, eager: bool
     ) -> AsyncIterator[tuple[int, list[Delta] | RequestOutput]]:
+        if self.role is not None:
+            await self.role.before(prompt)
         batches = self.engine.batches_async(list(prompt), params, eager=eager)
         async with aclosing(batches):  # type: ignore[type-var]
             async for batch in batches:
