@@ -133,7 +133,8 @@ def wait_until_idle(name: str, seconds: float) -> bool:
     nobody keeps the interpreter's lock from them; False if that takes longer. On Linux; elsewhere
     nothing is waited for.
     """
-    before, deadline = None, time.monotonic() + seconds
+    before: list[tuple[bool, list[str]]] | None = None
+    deadline = time.monotonic() + seconds
     while (now := _activity(name)) != before or any(not asleep for asleep, _ in now):
         if time.monotonic() > deadline:
             return False
