@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--run", type=Path, help="run folder, when not the recipe's")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    # Without the ridge start, whose solution hangs on the last digits of the states.
+    # Without the ridge start, so that the states act through training alone.
     limits = [f"train.epochs={given.epochs}", "train.max_seconds=null", "train.eval_every=100000"]
     limits += ["train.warm_start.context=false"]
     recipe = load_recipe(given.recipe, limits)

@@ -6,19 +6,20 @@ Real processes under ``torch.distributed.run`` with gloo; each start costs secon
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import streaming_run
 import torch
-import torch.distributed as dist
 from streaming_run import Process
 from test_streamed_training import assert_every_row_thrice, place
 from tiny_models import one_thread  # noqa: F401 (autouse)
 
 from dspark.errors import TrainingError
-from dspark.training.parallel import GLOO_THREADS, Ranks, Solo, at_work, require_even
+from dspark.training.parallel import GLOO_THREADS, Solo, require_even, wait_until_idle
 from endpoints import free_endpoint
 
 
@@ -111,17 +112,25 @@ def test_a_window_that_ranks_cannot_share_is_refused() -> None:
     assert "Set it to 6" in caught.value.fix
 
 
-def test_a_rank_does_not_end_before_its_threads_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_ends_behind_the_last_work_of_its_threads() -> None:
     """A thread that drops a tensor while the interpreter goes away aborts the process."""
-    port = free_endpoint().rsplit(":")[-1]
-    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1"}
-    for name, value in own.items():
-        monkeypatch.setenv(name, value)
-    group = Ranks(torch.device("cpu"))
-    kept = dist.group.WORLD  # as a sharded module does
-    for _ in range(3000):
-        dist.all_reduce(torch.zeros(1000), async_op=True)
-    busy = at_work(GLOO_THREADS)
-    group.end()
-    assert (busy, at_work(GLOO_THREADS)) == (True, False)
-    del kept
+    begun, end = threading.Event(), threading.Event()
+    done: list[int] = []
+
+    def work() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_gloo_made")
+        begun.set()
+        for _ in range(60):
+            time.sleep(0.002)
+            done.append(sum(range(1000)))
+        end.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait()
+    assert not wait_until_idle(GLOO_THREADS, 0.02)
+    assert wait_until_idle(GLOO_THREADS, 10.0)
+    assert len(done) == 60
+    end.set()
+    thread.join()
+    assert wait_until_idle("no such thread", 0.5)

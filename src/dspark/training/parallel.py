@@ -125,19 +125,33 @@ class Ranks(Solo):
         "terminate called without an active exception" (pytorch/pytorch issue 190489).
         """
         dist.destroy_process_group()
-        quiet, deadline = 0, time.monotonic() + END_SECONDS
-        while quiet < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)  # whoever waits for the interpreter's lock gets it now
-            quiet = 0 if at_work(GLOO_THREADS) else quiet + 1
+        wait_until_idle(GLOO_THREADS, END_SECONDS)
 
 
-def at_work(name: str) -> bool:
-    """Whether a thread named ``name``... of this process runs or could (Linux; else False)."""
-    for path in Path("/proc/self/task").glob("*/stat"):
-        called, _, rest = path.read_text().partition("(")[2].rpartition(")")
-        if called.startswith(name) and rest.split()[0] != "S":
-            return True
-    return False
+def wait_until_idle(name: str, seconds: float) -> bool:
+    """Wait until the threads of this process that are called ``name``... neither run nor wake while
+    nobody keeps the interpreter's lock from them; False if that takes longer. On Linux; elsewhere
+    nothing is waited for.
+    """
+    before: list[tuple[bool, list[str]]] | None = None
+    deadline = time.monotonic() + seconds
+    while (now := _activity(name)) != before or any(not asleep for asleep, _ in now):
+        if time.monotonic() > deadline:
+            return False
+        before = now
+        time.sleep(0.01)
+    return True
+
+
+def _activity(name: str) -> list[tuple[bool, list[str]]]:
+    """Of each thread called ``name``...: whether it sleeps, and how often it was switched to."""
+    found = []
+    for path in sorted(Path("/proc/self/task").glob("*/status")):
+        lines = path.read_text().splitlines()
+        if lines[0].split(maxsplit=1)[1].startswith(name):
+            asleep = any(line.startswith("State:") and "S (" in line for line in lines)
+            found.append((asleep, [line for line in lines if "ctxt_switches" in line]))
+    return found
 
 
 def launched(device: torch.device) -> Solo:
