@@ -94,7 +94,7 @@ def states_of(teacher: VllmTeacher, texts: Sequence[tuple[list[int], int]]) -> d
         Answer(
             id=str(number), category="examined", temperature=0.0, prompt_length=length,
             finish_reason="length", ids=tuple(ids),
-            loss_mask=tuple(1 if i >= length else 0 for i in range(len(ids))),
+            loss_mask=tuple(0 if i < length else 1 for i in range(len(ids))),
         )
         for number, (ids, length) in enumerate(texts)
     ]  # fmt: skip
