@@ -90,7 +90,9 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--fixed-tokens", type=int, help="of the fixed arm, where it is slow")
+    parser.add_argument(
+        "--fixed-tokens", type=int, help="of the fixed arm, on texts the draft was not trained for"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--scheduler", choices=["threshold", "sync", "async"], default="sync")
     parser.add_argument("--kinds", nargs="*")
@@ -116,7 +118,10 @@ def main() -> None:
             best: dict[str, tuple[float, Any]] = {}
             for turn in range(options.rounds):
                 for name in list(arms)[:: 1 if turn % 2 == 0 else -1]:
-                    limit = options.fixed_tokens if name == "fixed" else None
+                    # Further on an answer may be harder to draft: only where nothing is accepted
+                    # anyway is a shorter one the same work.
+                    short = name == "fixed" and "trained for" not in kind
+                    limit = options.fixed_tokens if short else None
                     found = steady(arms[name], prompts, temperature, limit or options.tokens)
                     if name not in best or found[0] > best[name][0]:
                         best[name] = found
