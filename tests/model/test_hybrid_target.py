@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ TOLERANCE = 3e-5  # the decays of 90 tokens, summed in another order
 # Relative, of states that were reached in different cuts, fp32: the first recurrent layer, whose
 # inputs are the same bits, and all of them, which see each other's rounding.
 FIRST, EXACT = 1e-6, 5e-6
+DEFAULT = torch.get_default_dtype()
 
 
 @pytest.fixture(scope="module", params=sorted(KIMI))
@@ -150,6 +152,26 @@ def test_after_accepting_k_of_n_states_are_those_of_plain_decoding(target, first
         text = torch.tensor([ids[request][: length + 4]])
         want = target.forward(text, Span.alone(1, length + 4, CPU)).final[0, length:]
         assert gap(out[4 * request : 4 * request + 4], want) <= TOLERANCE
+
+
+@pytest.fixture
+def doubled(monkeypatch: pytest.MonkeyPatch) -> Iterator[DecoderTarget]:
+    """The target with every fp32 step of its layers and states done in fp64."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield decoder_of(kimi_model("kimi-mixed"), (0, 1, 3)).to(torch.float64)
+    finally:
+        torch.set_default_dtype(DEFAULT)
+
+
+@pytest.mark.parametrize("first", range(9))
+def test_in_double_precision_taking_back_is_exact(doubled, monkeypatch, first: int) -> None:
+    """What float32 leaves between the two ways is rounding, and nothing else."""
+    for bound in ("FIRST", "EXACT", "TOLERANCE"):
+        monkeypatch.setitem(globals(), bound, 1e-12)
+    test_after_accepting_k_of_n_states_are_those_of_plain_decoding(doubled, first)
 
 
 def test_a_second_state_of_one_forward_is_saved_beside_the_first(target) -> None:
