@@ -11,6 +11,7 @@ import pytest
 
 from dspark.decoding.cost import CostTable, Curve
 from dspark.decoding.params import SamplingParams
+from dspark.engine.admission import COAST
 from dspark.engine.confidence import Confidence, Mode
 from dspark.engine.cost_file import fingerprint, read_costs, write_costs
 from dspark.engine.history import LEAST_BLOCKS
@@ -104,7 +105,7 @@ def test_drafting_that_does_not_pay_is_left_and_tried_again(pair: Pair) -> None:
 
 
 def test_a_settled_decision_stands_for_a_few_steps_and_the_text_stays(pair: Pair) -> None:
-    """Weighing costs time: while all draft and all is verified, three steps of four do without."""
+    """Weighing costs time: while all draft and all is verified, most steps do without."""
     engine = pair.engine(scheduler="sync")
     engine.admission.costs = costs(1e-6)
     weighed = []
@@ -120,7 +121,22 @@ def test_a_settled_decision_stands_for_a_few_steps_and_the_text_stays(pair: Pair
     assert drafted == admitted > accepted
     assert engine.admission.drafting + engine.admission.bypassed == steps
     rest = steps - LEAST_BLOCKS
-    assert LEAST_BLOCKS + rest / 4 <= len(weighed) < LEAST_BLOCKS + rest / 3
+    assert LEAST_BLOCKS + rest / (COAST + 1) <= len(weighed) < LEAST_BLOCKS + rest / 4
+
+
+def test_nobody_is_weighed_again_before_it_is_due(pair: Pair) -> None:
+    """Steps of which all are bypassed count towards the next try, weighed or not."""
+    engine = scheduled(pair, "sync", costs(1e-5, draft=5e-2))
+    weighed, weigh = [], engine.admission._weigh
+    engine.admission._weigh = lambda *a: (weighed.append(1), weigh(*a))[1]
+    asked = greedy(max_new_tokens=128, ignore_eos=True)
+    for prompt in pair.prompts[:4]:
+        run(engine, [prompt], asked)
+    steps = engine.admission.drafting + engine.admission.bypassed
+    assert engine.admission.bypassed > 200
+    assert len(weighed) < 0.35 * steps
+    tried = engine.admission.drafting - LEAST_BLOCKS
+    assert tried >= 4, "every request is tried"
 
 
 def test_a_request_that_is_taken_up_again_accepts_as_before(pair: Pair) -> None:

@@ -97,6 +97,49 @@ def test_windows_together_are_the_dense_mask(packed: bool) -> None:
     assert pairs < 0.5 * wanted.numel()
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_flex_attention_sees_what_the_dense_mask_shows(packed: bool) -> None:
+    """One predicate: as a table, and inside the kernel of a GPU (which a CPU runs uncompiled)."""
+    blocks = many_blocks(packed)
+    wanted = dense(blocks, packed)
+    batch, (rows, keys) = len(blocks.ids), wanted.shape[-2:]
+    mask = blocks.flexible()
+    at = [torch.arange(n) for n in (batch, 1, rows, keys)]
+    b, h, q, k = (x.view(*(-1 if i == j else 1 for j in range(4))) for i, x in enumerate(at))
+    assert torch.equal(mask.mask_mod(b, h, q, k), wanted)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("kind", "flavour"), DRAFTS[::3])
+def test_flex_attention_equals_the_dense_mask(
+    kind: MarkovHeadType, flavour: Flavour, packed: bool
+) -> None:
+    blocks, draft = many_blocks(packed), tiny_draft(kind, flavour)
+    with torch.no_grad():  # its backward pass is for GPUs only
+        wanted = block_states(draft, replace(blocks, attention=dense(blocks, packed)))
+        got = block_states(draft, replace(blocks, attention=blocks.flexible()))
+        shifted = replace(blocks, anchors=blocks.anchors + 1).flexible()
+        broken = block_states(draft, replace(blocks, attention=shifted))
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    assert float((broken - wanted).abs().max()) > 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "flavour"), DRAFTS[::3])
+def test_a_gpu_trains_as_a_cpu_does(kind: MarkovHeadType, flavour: Flavour) -> None:
+    """flex_attention compiled, forward and backward, against windows on the CPU."""
+    blocks, draft = many_blocks(packed=True), tiny_draft(kind, flavour)
+    found = {}
+    for device in ("cpu", "cuda"):
+        states = block_states(draft.to(device), blocks.to(torch.device(device)))
+        states.square().sum().backward()
+        found[device] = [states, *(p.grad for p in draft.draft_layers.parameters())]
+        found[device] = [t.detach().cpu() for t in found[device]]
+        draft.zero_grad(set_to_none=True)
+    for got, want in zip(found["cuda"], found["cpu"], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
 def test_windows_are_few_and_cover_every_block() -> None:
     for count in (1, NEIGHBOURS, NEIGHBOURS + 1, 40, 512, 1000):
         bounds = bounds_of(list(range(count)), BLOCK)

@@ -40,9 +40,10 @@ if TYPE_CHECKING:
 
 # Requests beyond this many are weighed every fourth step, not every step.
 MANY = 64
-# Steps that repeat a decision to draft for all and verify all, unweighed. Weighing is little work
-# but on cold caches, behind a pass over all weights: about 1 ms in a step of 30 on two cores.
-COAST = 3
+# Steps that repeat a decision to draft for all and verify all, or to draft for nobody, unweighed.
+# Weighing is little work but on cold caches, behind a pass over all weights: about 1 ms in a step of
+# 25 on two cores.
+COAST = 7
 # Weight of the newest step in what trimming gains.
 RECENT = 0.2
 
@@ -124,10 +125,8 @@ class Admission:
         self._live, self._weighed = None, False
         able = [r for r in requests if r.room > 1 and self.slots and samplers[r].params.speculate]
         self._steps += 1
-        if self._coast and set(able) == self._coasting:
-            self._coast -= 1
-            self.drafting += len(able)
-            return able
+        if self._coast and able and set(able) == self._coasting:
+            return self._repeat(able)
         self._weighed, self._coast, self._coasting = True, 0, set(able)
         tracks = {r: self.open(r, samplers[r]) for r in able}
         flexible = [r for r in able if self._kind(tracks[r]) != "fixed"]
@@ -136,7 +135,20 @@ class Admission:
         chosen = [r for r in able if tracks[r].drafts]
         self.drafting += len(chosen)
         self.bypassed += len(able) - len(chosen)
+        if able and not chosen and not self.record:
+            self._coast = min(COAST, *(tracks[r].due - 1 for r in able))
         return chosen
+
+    def _repeat(self, able: list[Request]) -> list[Request]:
+        """What the last step decided for the same requests."""
+        self._coast -= 1
+        if self.tracks[able[0]].drafts:
+            self.drafting += len(able)
+            return able
+        self.bypassed += len(able)
+        for request in able:
+            self.tracks[request].rest()
+        return []
 
     def wants(self, requests: Sequence[Request]) -> bool | None:
         """What the drafter must measure: nothing (None), the head (False), all signals (True)."""

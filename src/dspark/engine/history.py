@@ -7,6 +7,7 @@ Everything here is past: nothing of the block that is being drawn. So it may dec
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -62,7 +63,8 @@ class Tally:
 @dataclass
 class Track:
     """One request. ``recent`` holds the survivals of its last two blocks, the older one first;
-    ``idle`` counts steps since it last drafted, ``pays`` says that it was weighed and should."""
+    ``idle`` counts steps since it last drafted, ``pays`` says that it was weighed and should,
+    ``due`` after how many steps it is tried again."""
 
     mode: Mode
     scheduler: SchedulerName
@@ -73,6 +75,7 @@ class Track:
     drafts: bool = True
     probing: bool = False
     pays: bool = False
+    due: int = 0
 
     def predict(self, shared: Tally) -> Floats | None:
         """Survivals [K] of its next block, None before its first or while ``shared``, the tally of
@@ -98,8 +101,13 @@ class Track:
             return
         if self.probing:
             self.wait = min(2 * self.wait, MOST_WAIT)
-        self.drafts = self.probing = self.idle >= max(self.wait, least_wait)
+        self.due = math.ceil(max(self.wait, least_wait)) - self.idle
+        self.drafts = self.probing = self.due <= 0
         self.idle += 1
+
+    def rest(self) -> None:
+        """A step without drafting that nobody weighed."""
+        self.due, self.idle = self.due - 1, self.idle + 1
 
     def add(self, survival: Floats, admitted: int, accepted: int) -> None:
         """It drafted a block."""

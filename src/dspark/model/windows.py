@@ -7,18 +7,25 @@ Blocks are therefore cut into windows of neighbours, and each window attends to 
 blocks can see at all; a block's own K rows are a product of their own. Keys and values are read as
 they lie.
 
-That is the form for CPUs, which hold probabilities anyway. A GPU's fused kernel holds none and
-wants the mask as a whole (:meth:`Windows.whole`).
+That is the form for CPUs, which hold probabilities anyway. On CUDA ``flex_attention`` holds none,
+compiles the predicate itself into its kernel and skips empty tiles (a ``BlockMask``); other devices
+get the mask as a whole (:meth:`Windows.whole`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class Windows:
         return mask
 
 
-Mask = Tensor | Windows
+Mask = Union[Tensor, Windows, "BlockMask"]
 
 
 def attend(
@@ -73,14 +80,31 @@ def attend(
 ) -> Tensor:
     """q [B, heads, T, d] over key, value [B, kv_heads, N, d] -> [B, heads, T, dv].
 
-    ``mask`` is boolean, broadcastable to [B, 1, T, N], True = may attend; or windows. A query that
-    may attend to nothing gives zeros (never NaN).
+    ``mask`` is boolean, broadcastable to [B, 1, T, N], True = may attend; or windows, or a
+    ``BlockMask``. A query that may attend to nothing gives zeros (never NaN).
     """
     if isinstance(mask, Windows):
         return _in_windows(q, key, value, mask, q.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is not None and not isinstance(mask, Tensor):
+        device = q.device.type
+        # Autocast does not know this operator: what SDPA would be given, it is given.
+        wide = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
+        q, key, value = (x.to(wide) for x in (q, key, value))
+        out: Tensor = _flex(device)(
+            q, key, value, block_mask=mask, scale=scale, enable_gqa=enable_gqa
+        )
+        return out
     return F.scaled_dot_product_attention(
         q, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=enable_gqa
     )
+
+
+@cache
+def _flex(device: str) -> Callable[..., Any]:
+    """``flex_attention``, compiled where it has kernels: as it is, it writes all scores out."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True) if device == "cuda" else flex_attention
 
 
 def _in_windows(q: Tensor, key: Tensor, value: Tensor, windows: Windows, scale: float) -> Tensor:

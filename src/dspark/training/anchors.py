@@ -3,18 +3,23 @@
 An anchor is a committed token whose successor is also part of the answer. Each chosen anchor
 becomes a block ``[anchor, MASK x (K-1)]`` appended behind the sequence; all blocks of a sequence
 run in one pass. Contract, section 4; one predicate (:func:`visible`) defines the mask, whole
-(:func:`attention_mask`) or in windows of neighbouring blocks (:func:`attention_windows`).
+(:func:`attention_mask`), in windows of neighbouring blocks (:func:`attention_windows`) or inside a
+GPU's kernel (:meth:`Blocks.flexible`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dspark.hidden.record import HiddenRecord
 from dspark.model.windows import Mask, Window, Windows
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 WINDOWS, NEIGHBOURS = 16, 16  # at most so many windows, of at least so many blocks
 
@@ -49,6 +54,20 @@ class Blocks:
     def to(self, device: torch.device) -> Blocks:
         """The same blocks on ``device``."""
         return Blocks(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
+    def flexible(self) -> BlockMask:
+        """The mask for ``flex_attention``, on the device where the blocks are."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        (batch, count, k), size = self.labels.shape, self.ids.shape[1]
+
+        def allowed(b: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            block = query // k
+            key_block = torch.where(key < size, -1, (key - size) // k)
+            return visible(self.anchors[b, block], block, key, key_block, self.first[b, block])
+
+        rows, device = count * k, self.anchors.device
+        return create_block_mask(allowed, batch, None, rows, size + rows, device=device.type)
 
     @property
     def positions(self) -> Tensor:

@@ -105,8 +105,9 @@ def block_states(draft: DSparkDraft, blocks: Blocks, *, save_memory: bool = Fals
     context_rotation = draft.rotation(blocks.context_positions)
     rotation = draft.rotation(blocks.positions)
     mask = blocks.attention
-    if isinstance(mask, Windows) and mask.parts[0].mask.device.type != "cpu":
-        mask = mask.whole()
+    device = blocks.anchors.device.type
+    if isinstance(mask, Windows) and device != "cpu":
+        mask = blocks.flexible() if device == "cuda" else mask.whole()
     x: Tensor = draft.embed_tokens(draft.block_ids(anchor_ids).flatten(1)).to(dtype)
     for layer in draft.draft_layers:
         x = run_layer(layer, save_memory, x, rotation, context, context_rotation, mask)
