@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 # Requests beyond this many are weighed every fourth step, not every step.
 MANY = 64
 # Steps that repeat a decision to draft for all and verify all, or to draft for nobody, unweighed.
-# Weighing is little work but on cold caches, behind a pass over all weights: about 1 ms in a step of
-# 25 on two cores.
+# Weighing is little work but on cold caches, behind a pass over all weights: about 1 ms in a step
+# of 25 on two cores.
 COAST = 7
 # Weight of the newest step in what trimming gains.
 RECENT = 0.2

@@ -24,7 +24,7 @@ from dspark.model.heads import ConfidenceHead, MarkovHead
 from dspark.model.layers import RMSNorm, SwiGLU
 from dspark.model.mla import LatentAttention, LatentDims
 from dspark.model.weights import DRAFT_NAMES
-from dspark.model.windows import Mask, Windows
+from dspark.model.windows import Mask
 
 
 def block_attention(config: DraftConfig) -> LatentAttention | GroupedBlockAttention:
@@ -73,7 +73,7 @@ class DraftLayer(nn.Module):
         own = self.self_attn.rows(normed, rotation)
         rows = torch.cat([context_rows.to(own.dtype), own], dim=1)
         if serving:
-            assert not isinstance(mask, Windows), "one block needs no windows"
+            assert mask is None or isinstance(mask, Tensor), "one block needs no windows"
             x = x + self.self_attn.serve(normed, rotation, rows, mask)
         else:
             x = x + self.self_attn(normed, rotation, rows, mask)

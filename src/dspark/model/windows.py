@@ -104,7 +104,8 @@ def _flex(device: str) -> Callable[..., Any]:
     """``flex_attention``, compiled where it has kernels: as it is, it writes all scores out."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True) if device == "cuda" else flex_attention
+    kernel: Callable[..., Any] = flex_attention
+    return torch.compile(kernel, dynamic=True) if device == "cuda" else kernel
 
 
 def _in_windows(q: Tensor, key: Tensor, value: Tensor, windows: Windows, scale: float) -> Tensor:
