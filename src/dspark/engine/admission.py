@@ -201,7 +201,10 @@ class Admission:
             track.add(survival, width, got)
             self._shared[track.mode].add(survival, width, got, SHARED)
         everyone = live.untrimmed and set(live.requests) == self._coasting and not self.record
-        self._coast = COAST if everyone and all(map(self._settled, live.tracks)) else 0
+        settled = everyone and all(map(self._settled, live.tracks))
+        # A request that is new is known by what others of its mode did: not for long.
+        seen = min(track.own.blocks for track in live.tracks)
+        self._coast = min(COAST, 2 ** max(0, seen - 2)) if settled else 0
 
     def _settled(self, track: Track) -> bool:
         """Whether what was decided for a request, on evidence, may stand for a few steps."""
