@@ -201,7 +201,7 @@ class Admission:
             track.add(survival, width, got)
             self._shared[track.mode].add(survival, width, got, SHARED)
         everyone = live.untrimmed and set(live.requests) == self._coasting and not self.record
-        settled = everyone and all(map(self._settled, live.tracks))
+        settled = everyone and bool(outcome.all()) and all(map(self._settled, live.tracks))
         # A request that is new is known by what others of its mode did: not for long.
         seen = min(track.own.blocks for track in live.tracks)
         self._coast = min(COAST, 2 ** max(0, seen - 2)) if settled else 0
