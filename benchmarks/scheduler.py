@@ -63,6 +63,8 @@ def steady(engine: Engine, prompts: list[list[int]], temperature: float, tokens:
     begun: set[str] = set()
     while len(begun) < len(names):
         begun |= {delta.id for delta in core.step()}
+    if any(core.finished(name) for name in names):
+        raise SystemExit(f"some answer of {tokens} tokens ended before the last one began: more")
     emitted, started = 0, time.perf_counter()
     while not any(core.finished(name) for name in names):
         emitted += sum(len(delta.ids) for delta in core.step())

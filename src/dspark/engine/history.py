@@ -23,8 +23,9 @@ OWN, SHARED = 0.3, 0.03
 FADE = 0.85
 # Tokens of doubt: how much evidence moves the ratio of accepted to predicted from its mode's.
 DOUBT = 3.0
-# Blocks of its mode that a request's own are weighed against.
-PRIOR_BLOCKS = 2
+# Blocks of its mode that a request's own are weighed against. Its first block says more of it than
+# all others of its mode: they may be of another kind of text.
+PRIOR_BLOCKS = 0.5
 # Blocks that a mode learns from, all drafted and all verified, before anything is left out.
 LEAST_BLOCKS = 32
 # Steps without drafting before a request is tried again; doubled after each try in vain.
