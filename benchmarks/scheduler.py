@@ -116,7 +116,7 @@ def main() -> None:
         if options.kinds and kind.split()[0] not in options.kinds:
             continue
         for temperature in (0.0, 1.0):
-            steady(arms["scheduled"], prompts, temperature, max(16, options.tokens // 2))
+            steady(arms["scheduled"], prompts, temperature, options.tokens)
             best: dict[str, tuple[float, Any]] = {}
             for turn in range(options.rounds):
                 for name in list(arms)[:: 1 if turn % 2 == 0 else -1]:
