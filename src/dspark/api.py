@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 
 from dspark.checkpoint.calibration import read_calibration
 from dspark.checkpoint.draft import load_draft
-from dspark.checkpoint.identity import draft_hash, file_hashes
+from dspark.checkpoint.identity import draft_hash
 from dspark.checkpoint.pretrained import read_config as read_target_config
 from dspark.checkpoint.pretrained import text_sizes
 from dspark.checkpoint.published import read_config
@@ -87,8 +87,8 @@ class Engine:
             target = load_target(section, files)
         self.loaded, self.tokenizer = target, target.tokenizer
         # Of content, not of places: pages outlive the process and go to other machines.
-        drafted = "none" if folder is None else draft_hash(folder)
-        self.identity = f"{file_hashes(target.files).weights} {drafted}"
+        self._draft_hash = "none" if folder is None else draft_hash(folder)
+        self.identity = f"{target.hashes.weights} {self._draft_hash}"
         drafter: Drafter | None = None
         layer_ids: tuple[int, ...] = ()
         if folder is not None:
@@ -138,7 +138,7 @@ class Engine:
         """
         if self._folder is None:
             return
-        draft, target = draft_hash(self._folder), file_hashes(self.loaded.files).weights
+        draft, target = self._draft_hash, self.loaded.hashes.weights
         admission = self.core.admission
         block = admission.slots
         found = read_calibration(self._folder, draft=draft, target=target, block_size=block)

@@ -15,7 +15,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dspark.checkpoint.identity import file_hashes
 from dspark.checkpoint.published import CONFIG, read_config
 from dspark.checkpoint.target import LoadedTarget
 from dspark.config.architecture import DraftConfig
@@ -37,7 +36,7 @@ def target_identity(target: LoadedTarget) -> dict[str, str | None]:
 
     ``target_config_hash`` is null for a GGUF, whose weights' hash covers its configuration.
     """
-    hashes = file_hashes(target.files)
+    hashes = target.hashes
     return {
         "target_revision": target.files.revision,
         "target_weights_hash": hashes.weights,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dspark.artifacts import atomic_json
 from dspark.checkpoint.source import TargetFiles, first_line, weight_files
+from dspark.checkpoint.tokenizer import listed_ids
 from dspark.config.hybrid import usual_names
 from dspark.config.target import TargetConfig
 from dspark.errors import TargetError
@@ -90,11 +91,9 @@ def read_k3(files: TargetFiles, dtype: torch.dtype) -> tuple[dict[str, Tensor], 
             where=f"target.source {files.source}",
             fix="Copy or download the target again: a file is damaged or truncated.",
         ) from error
-    ends = raw.get("eos_token_id")
-    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
     exact = ("A_log", "dt_bias", ".gate.weight", "e_score_correction_bias")
     kept = {n: t if n.endswith(exact) else t.to(dtype) for n, t in tensors.items()}
-    return kept, tuple(int(i) for i in listed)
+    return kept, listed_ids(raw.get("eos_token_id"))
 
 
 def write_k3(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

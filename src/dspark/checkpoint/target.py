@@ -8,15 +8,18 @@ families are read without it (``dspark.checkpoint.gguf``), which is much faster.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from dspark.checkpoint.gguf import GGUFFile, require_gguf
+from dspark.checkpoint.identity import FileHashes, file_hashes
 from dspark.checkpoint.k3 import K3Config, read_k3
 from dspark.checkpoint.pretrained import read_config, read_model, read_tokenizer, text_sizes
 from dspark.checkpoint.source import TargetFiles, fetch, find_target, first_line, weight_files
+from dspark.checkpoint.tokenizer import listed_ids
 from dspark.config.recipe import TargetSection
 from dspark.config.target import TargetConfig, TargetShape, check_shape
 from dspark.errors import ConfigError, TargetError
@@ -47,6 +50,11 @@ class LoadedTarget:
     _state: dict[str, Tensor] = field(repr=False)
     _hf_model: Any = field(repr=False)
     _built: dict[tuple[Any, ...], Target] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def hashes(self) -> FileHashes:
+        """Identity of the files; tens of megabytes are read for it, once."""
+        return file_hashes(self.files)
 
     @property
     def num_layers(self) -> int:
@@ -125,7 +133,7 @@ def _from_transformers(
     shape = shape_of(section, sizes)
     tokenizer = read_tokenizer(files)
     if isinstance(whole, K3Config):
-        return _from_k3(section, files, shape, tokenizer, device)
+        return _from_k3(section, files, whole, shape, tokenizer, device)
     model: Any = read_model(files, whole, dtype)
     config, state, reason = None, {}, ""
     try:
@@ -135,19 +143,18 @@ def _from_transformers(
         reason = str(error)
     except TargetError as error:
         config, reason = None, error.found
-    eos = model.generation_config.eos_token_id
-    ends = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+    ends = listed_ids(model.generation_config.eos_token_id)
     model = model if config is None else None
     return LoadedTarget(files, tokenizer, shape, config, reason, dtype, device, ends, state, model)
 
 
 def _from_k3(
-    section: TargetSection, files: TargetFiles, shape: TargetShape, tokenizer: Any,
+    section: TargetSection, files: TargetFiles, whole: K3Config, shape: TargetShape, tokenizer: Any,
     device: torch.device,
 ) -> LoadedTarget:  # fmt: skip
     dtype = getattr(torch, section.dtype)
     try:
-        config = TargetConfig.from_hf(read_config(files).to_dict())
+        config = TargetConfig.from_hf(whole.to_dict())
     except ValueError as error:
         raise TargetError(
             expected="a variant of Kimi-K3 that our decoder runs (transformers runs none)",

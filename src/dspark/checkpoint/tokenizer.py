@@ -53,9 +53,14 @@ def generation_end_ids(source: str, revision: str | None = None) -> tuple[int, .
             found = GenerationConfig.from_pretrained(source, **options).eos_token_id
     except (OSError, ValueError, KeyError):
         return None
+    return None if found is None else listed_ids(found)
+
+
+def listed_ids(found: Any) -> tuple[int, ...]:
+    """``eos_token_id`` of a generation config, which may be one id, a list of them or nothing."""
     if found is None:
-        return None
-    return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
+        return ()
+    return tuple(int(i) for i in found) if isinstance(found, (list, tuple)) else (int(found),)
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

@@ -31,7 +31,7 @@ from dspark.checkpoint.calibration import (
     write_calibration,
 )
 from dspark.checkpoint.draft import load_draft
-from dspark.checkpoint.identity import draft_hash, file_hashes
+from dspark.checkpoint.identity import draft_hash
 from dspark.checkpoint.published import read_config
 from dspark.checkpoint.target import LoadedTarget
 from dspark.cli.checkpoint_bench import bench_section, held_out_prompts
@@ -159,7 +159,7 @@ def calibration_of(
             modes.append(_mode(section, temperature, fit(*found)))
     return Calibration(
         draft=draft_hash(folder),
-        target=file_hashes(target.files).weights,
+        target=target.hashes.weights,
         block_size=config.block_size,
         prompts=len(prompts),
         modes=tuple(modes),

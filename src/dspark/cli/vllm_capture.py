@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -78,10 +79,7 @@ def become_teacher(
         "model": model,
         "capture": recipe.capture.model_dump(mode="json"),
         "answering": answering,
-        "layer_ids": teaching.layer_ids,
-        "hidden": teaching.hidden,
-        "vocabulary": teaching.vocabulary,
-        "target": teaching.target,
+        "teaching": asdict(teaching),
         "longest": recipe.target.max_context,
         "endpoints": list(endpoints),
         "name": name,

@@ -152,9 +152,9 @@ class Admission:
 
     def wants(self, requests: Sequence[Request]) -> bool | None:
         """What the drafter must measure: nothing (None), the head (False), all signals (True)."""
-        tracks = [self.tracks[r] for r in requests]
         if not self._weighed:
             return None
+        tracks = [self.tracks[r] for r in requests]
         if all(self._kind(t) == "fixed" for t in tracks):
             return None if self.record is None else False
         return self.confidence.needs_features([t.mode for t in tracks])

@@ -11,6 +11,8 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -51,12 +53,12 @@ def run(job: Job) -> int:
     answers = [a for a in read_answers(job.answers) if a.id not in present]
     if not answers:
         return 0
-    with tempfile.TemporaryDirectory(prefix="dspark-states-", dir=scratch_folder()) as scratch:
+    with scratch_folder() as scratch:
         teacher = VllmTeacher(
             TeacherOptions(
                 model=job.model,
                 layer_ids=job.layer_ids,
-                scratch=Path(scratch),
+                scratch=scratch,
                 precision=job.precision,
                 dtype=getattr(torch, job.dtype),
                 max_model_len=max(len(a.ids) for a in answers) + 1,
@@ -69,19 +71,28 @@ def run(job: Job) -> int:
     return len(answers)
 
 
-def scratch_folder() -> str | None:
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
     """Where states lie between engine and reader: in memory if there is room for files."""
-    return SCRATCH if os.access(SCRATCH, os.W_OK) else None
+    place = SCRATCH if os.access(SCRATCH, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="dspark-states-", dir=place) as folder:
+        yield Path(folder)
 
 
-def main() -> None:
+@contextmanager
+def engine_process() -> Iterator[None]:
+    """A process that is one engine of vLLM's: an error of ours ends it in words, with status 1."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    job = Job.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     try:
-        run(job)
+        yield
     except DSparkError as error:
         print(error, file=sys.stderr)
         sys.exit(1)
+
+
+def main() -> None:
+    with engine_process():
+        run(Job.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ it answers prompts and hands out the states of texts. Found is written into the 
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,8 @@ from torch import Tensor
 from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 
-from dspark.errors import DSparkError
 from dspark.hidden.answers import Answer
-from dspark.vllm_plugin.capture import scratch_folder
+from dspark.vllm_plugin.capture import engine_process, scratch_folder
 from dspark.vllm_plugin.teacher import TeacherOptions, VllmTeacher
 
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
@@ -117,18 +114,13 @@ def counted(llm: LLM) -> dict[str, int]:
 
 
 def main() -> None:
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     job = Job.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     answers = []
-    try:
-        with tempfile.TemporaryDirectory(prefix="dspark-states-", dir=scratch_folder()) as scratch:
-            made = with_draft(job) if job.speculative is not None else without(job, Path(scratch))
-            for answer in made:
-                answers.append(answer)
-                print(json.dumps({"answers": 1}), flush=True)
-    except DSparkError as error:
-        print(error, file=sys.stderr)
-        sys.exit(1)
+    with engine_process(), scratch_folder() as scratch:
+        made = with_draft(job) if job.speculative is not None else without(job, scratch)
+        for answer in made:
+            answers.append(answer)
+            print(json.dumps({"answers": 1}), flush=True)
     (job.folder / "answers.json").write_text(json.dumps(answers), encoding="utf-8")
 
 

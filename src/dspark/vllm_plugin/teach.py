@@ -7,9 +7,7 @@ a group alone, never of two together: what else vLLM computes at the time decide
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -26,11 +24,10 @@ from dspark.data.conversation import Maker
 from dspark.data.played import Played
 from dspark.data.renderer import Renderer
 from dspark.decoding.request import GenerationRequest, GenerationResult
-from dspark.errors import DSparkError
 from dspark.hidden.rows import Teaching
 from dspark.hidden.writer import TeacherLink
 from dspark.vllm_plugin import vllm_version
-from dspark.vllm_plugin.capture import scratch_folder
+from dspark.vllm_plugin.capture import engine_process, scratch_folder
 from dspark.vllm_plugin.teacher import TeacherOptions, VllmTeacher, room_for
 
 
@@ -49,7 +46,7 @@ class Job(BaseModel):
     """``model`` is a folder of safetensors; ``answering`` None: replay only.
 
     ``longest`` bounds a sequence in tokens, ``lost_seconds`` is how long a silent trainer is
-    waited for; the rest is the recipe's, and what :class:`Teaching` says of the target.
+    waited for; the rest is the recipe's.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -57,10 +54,7 @@ class Job(BaseModel):
     model: str
     capture: CaptureSection
     answering: Answering | None
-    layer_ids: tuple[int, ...]
-    hidden: int
-    vocabulary: int
-    target: str
+    teaching: Teaching
     longest: int
     endpoints: list[str]
     name: str | None
@@ -106,7 +100,7 @@ def maker_of(job: Job, scratch: Path) -> RowMaker:
     teacher = VllmTeacher(
         TeacherOptions(
             model=job.model,
-            layer_ids=job.layer_ids,
+            layer_ids=job.teaching.layer_ids,
             scratch=scratch,
             precision=section.precision,
             dtype=getattr(torch, section.dtype),
@@ -114,24 +108,16 @@ def maker_of(job: Job, scratch: Path) -> RowMaker:
             batch_tokens=section.batch_tokens,
         )
     )
-    teaching = Teaching(
-        layer_ids=job.layer_ids,
-        stream="residual",
-        norm_state="post",
-        hidden=job.hidden,
-        vocabulary=job.vocabulary,
-        target=job.target,
-    )
     how = job.answering
     if how is None:
-        return RowMaker(teacher.records, teaching)
+        return RowMaker(teacher.records, job.teaching)
     tokenizer = read_tokenizer(TargetFiles(how.source, job.model, None, how.revision))
     renderer = Renderer(tokenizer, how.end_ids, how.section)
     engine = VllmAnswers(teacher, how.end_ids)
     named = Maker(how.source, how.revision, f"vllm {vllm_version()}")
     return RowMaker(
         teacher.records,
-        teaching,
+        job.teaching,
         engine=engine,
         player=Played(lambda _: engine, renderer, how.section, named),
         keep_truncated=how.section.on_length != "drop",
@@ -139,23 +125,18 @@ def maker_of(job: Job, scratch: Path) -> RowMaker:
 
 
 def main() -> None:
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     job = Job.model_validate_json(sys.argv[1])
-    try:
-        with tempfile.TemporaryDirectory(prefix="dspark-states-", dir=scratch_folder()) as scratch:
-            maker = maker_of(job, Path(scratch))
-            link = TeacherLink(
-                job.endpoints, maker.teaching, name=job.name, lost_seconds=job.lost_seconds
-            )
-            try:
-                print(f"{teach(link, maker)} records taught", flush=True)
-                if isinstance(maker.player, Played):
-                    print(f"conversations: {dict(sorted(maker.player.tally.items()))}", flush=True)
-            finally:
-                link.close()
-    except DSparkError as error:
-        print(error, file=sys.stderr)
-        sys.exit(1)
+    with engine_process(), scratch_folder() as scratch:
+        maker = maker_of(job, scratch)
+        link = TeacherLink(
+            job.endpoints, maker.teaching, name=job.name, lost_seconds=job.lost_seconds
+        )
+        try:
+            print(f"{teach(link, maker)} records taught", flush=True)
+            if isinstance(maker.player, Played):
+                print(f"conversations: {dict(sorted(maker.player.tally.items()))}", flush=True)
+        finally:
+            link.close()
 
 
 if __name__ == "__main__":
