@@ -4,10 +4,14 @@
 
 For each kind of text and temperature, ``--batch`` requests are decoded at once by three engines of
 one target: plain, with the draft and ``fixed``, with the draft and ``--scheduler``. Only steady
-decoding is timed: from when every request has its first token until the first request ends. Answers
-do not stop at end tokens, so that every arm has the same work. Engines are warm, as a server's are:
-one round of each text that is not timed comes first. Arms take turns, forwards and backwards, and
-the best round of each arm counts. Results of other batches in ``--out`` are kept.
+decoding is timed: from when every request of a batch has its first token until the first one ends.
+Answers do not stop at end tokens, so that every arm has the same work. Engines are warm, as a
+server's are: one batch of each text that is not timed comes first.
+
+The speed of a machine drifts by several percent within seconds, so arms take turns of half a second
+until each has decoded all prompts ``--passes`` times and for ``--seconds``. A ratio is one of sums
+over whole passes; its interval (95 %) is a bootstrap over turns. Results of other batches in
+``--out`` are kept.
 """
 
 from __future__ import annotations
@@ -15,9 +19,12 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 
@@ -48,43 +55,146 @@ def texts(target: LoadedTarget, count: int) -> dict[str, list[list[int]]]:
     }
 
 
-def steady(engine: Engine, prompts: list[list[int]], temperature: float, tokens: int) -> Any:
-    """(tokens a second, counters) between the last first token and the first last one."""
-    core = engine.core
-    names = [
-        core.submit(
-            ids,
-            SamplingParams(
-                temperature=temperature, seed=seed, max_new_tokens=tokens, ignore_eos=True
-            ),
-        )
-        for seed, ids in enumerate(prompts)
-    ]
-    begun: set[str] = set()
-    while len(begun) < len(names):
-        begun |= {delta.id for delta in core.step()}
-    if any(core.finished(name) for name in names):
-        raise SystemExit(f"some answer of {tokens} tokens ended before the last one began: more")
-    emitted, started = 0, time.perf_counter()
-    while not any(core.finished(name) for name in names):
-        emitted += sum(len(delta.ids) for delta in core.step())
-    seconds = time.perf_counter() - started
-    while core.unfinished:
-        core.step()
-    total: AcceptanceCounter | None = None
-    for name in names:
-        counter = core.collect(name).acceptance
-        if counter is not None and total is None:
-            total = AcceptanceCounter(counter.block_size)
-        if counter is not None and total is not None:
-            total.merge(counter)
-    return emitted / seconds, total
+TURN = 0.5
+"""Seconds of an arm's turn."""
+
+
+@dataclass
+class Arm:
+    """One engine that decodes ``batches`` of prompts over and over, with other seeds each time.
+
+    ``turns`` holds (tokens, seconds) of steady decoding by turn, ``passes`` how often every batch
+    was decoded, ``whole`` the number of turns this took: those count.
+    """
+
+    engine: Engine
+    batches: list[list[list[int]]]
+    temperature: float
+    tokens: int
+    turns: list[tuple[int, float]] = field(default_factory=list)
+    passes: int = 0
+    whole: int = 0
+    counter: AcceptanceCounter | None = None
+
+    def __post_init__(self) -> None:
+        self._steps = self._endless()
+
+    @property
+    def seconds(self) -> float:
+        return sum(seconds for _, seconds in self.turns[: self.whole])
+
+    @property
+    def rate(self) -> float:
+        return sum(tokens for tokens, _ in self.turns[: self.whole]) / self.seconds
+
+    def turn(self) -> None:
+        """Decode for one turn. A pass that ends in it ends the turn."""
+        tokens, seconds, before = 0, 0.0, self.passes
+        while seconds < TURN and self.passes == before:
+            emitted, took = next(self._steps)
+            tokens, seconds = tokens + emitted, seconds + took
+        self.turns.append((tokens, seconds))
+        if self.passes > before:
+            self.whole = len(self.turns)
+
+    def _endless(self) -> Iterator[tuple[int, float]]:
+        while True:
+            for prompts in self.batches:
+                yield from self._batch(prompts)
+            self.passes += 1
+            yield 0, 0.0
+
+    def _batch(self, prompts: list[list[int]]) -> Iterator[tuple[int, float]]:
+        """(tokens, seconds) of each step between the last first token and the first last one."""
+        core = self.engine.core
+        names = [
+            core.submit(
+                ids,
+                SamplingParams(
+                    temperature=self.temperature,
+                    seed=seed,
+                    max_new_tokens=self.tokens,
+                    ignore_eos=True,
+                ),
+            )
+            for seed, ids in enumerate(prompts, 1000 * self.passes)
+        ]
+        begun: set[str] = set()
+        while len(begun) < len(names):
+            begun |= {delta.id for delta in core.step()}
+        if any(core.finished(name) for name in names):
+            raise SystemExit(f"an answer of {self.tokens} tokens ended before the last one began")
+        while not any(core.finished(name) for name in names):
+            started = time.perf_counter()
+            emitted = sum(len(delta.ids) for delta in core.step())
+            yield emitted, time.perf_counter() - started
+        for name in names:
+            if not core.finished(name):
+                core.abort(name)
+            counter = core.collect(name).acceptance
+            if counter is not None:
+                self.counter = self.counter or AcceptanceCounter(counter.block_size)
+                self.counter.merge(counter)
+
+
+def ratio(arm: Arm, other: Arm) -> list[float]:
+    """[rate of ``arm`` over that of ``other``, and the ends of its 95 % interval]."""
+    rng = np.random.default_rng(0)
+
+    def resampled(turns: list[tuple[int, float]]) -> Any:
+        rows = np.array(turns)[rng.integers(len(turns), size=(2000, len(turns)))].sum(1)
+        return rows[:, 0] / rows[:, 1]
+
+    drawn = resampled(arm.turns[: arm.whole]) / resampled(other.turns[: other.whole])
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return [round(float(x), 3) for x in (arm.rate / other.rate, low, high)]
 
 
 def counters(counter: AcceptanceCounter | None) -> dict[str, int] | None:
     if counter is None:
         return None
     return {n: getattr(counter, n) for n in ("steps", "drafted", "admitted", "accepted")}
+
+
+def measured(
+    engines: dict[str, Engine],
+    kind: str,
+    batches: list[list[list[int]]],
+    temperature: float,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """A row of results: the arms in turns on one kind of text."""
+    arms = {}
+    for name, engine in engines.items():
+        # Further on an answer may be harder to draft: only where nothing is accepted anyway is a
+        # shorter one the same work.
+        short = name == "fixed" and "trained for" not in kind and options.fixed_tokens
+        limit = options.fixed_tokens if short else options.tokens
+        for _ in Arm(engine, batches, temperature, limit)._batch(batches[0]):
+            pass
+        arms[name] = Arm(engine, batches, temperature, limit)
+    unfinished = list(arms.values())
+    while unfinished:
+        for arm in unfinished:
+            arm.turn()
+        unfinished = [
+            arm
+            for arm in arms.values()
+            if arm.passes < options.passes or arm.seconds < options.seconds
+        ]
+    scheduled = arms["scheduled"]
+    return {
+        "batch": len(batches[0]),
+        "prompts": sum(map(len, batches)),
+        "text": kind,
+        "temperature": temperature,
+        "tokens_per_second": {name: round(arm.rate, 2) for name, arm in arms.items()},
+        "to_plain": ratio(scheduled, arms["plain"]),
+        "to_fixed": ratio(scheduled, arms["fixed"]),
+        "turns": {name: arm.whole for name, arm in arms.items()},
+        "fixed": counters(arms["fixed"].counter),
+        "scheduled": counters(scheduled.counter),
+    }
 
 
 def main() -> None:
@@ -95,7 +205,9 @@ def main() -> None:
     parser.add_argument(
         "--fixed-tokens", type=int, help="of the fixed arm, on texts the draft was not trained for"
     )
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=8, help="at least as many as --batch")
+    parser.add_argument("--passes", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--scheduler", choices=["threshold", "sync", "async"], default="sync")
     parser.add_argument("--kinds", nargs="*")
     parser.add_argument("--out", type=Path, required=True)
@@ -103,44 +215,27 @@ def main() -> None:
     target = load_target_of(options.run / "draft", None, Screen(Console(stderr=True)))
     draft = options.run / "draft"
     shared: dict[str, Any] = {"max_requests": options.batch, "prefix_cache": False}
-    arms = {
+    engines = {
         "plain": Engine(target, options=EngineOptions(**shared)),
         "fixed": Engine(target, draft, options=EngineOptions(**shared)),
         "scheduled": Engine(
             target, draft, options=EngineOptions(**shared, scheduler=options.scheduler)
         ),
     }
-    print(arms["scheduled"].banner, flush=True)
+    print(engines["scheduled"].banner, flush=True)
     rows: list[dict[str, Any]] = []
-    for kind, prompts in texts(target, options.batch).items():
+    count = max(options.batch, options.prompts)
+    for kind, prompts in texts(target, count).items():
         if options.kinds and kind.split()[0] not in options.kinds:
             continue
+        batches = [
+            prompts[i : i + options.batch]
+            for i in range(0, count - options.batch + 1, options.batch)
+        ]
         for temperature in (0.0, 1.0):
-            steady(arms["scheduled"], prompts, temperature, options.tokens)
-            best: dict[str, tuple[float, Any]] = {}
-            for turn in range(options.rounds):
-                for name in list(arms)[:: 1 if turn % 2 == 0 else -1]:
-                    # Further on an answer may be harder to draft: only where nothing is accepted
-                    # anyway is a shorter one the same work.
-                    short = name == "fixed" and "trained for" not in kind
-                    limit = options.fixed_tokens if short else None
-                    found = steady(arms[name], prompts, temperature, limit or options.tokens)
-                    if name not in best or found[0] > best[name][0]:
-                        best[name] = found
-            speed = {name: round(rate, 2) for name, (rate, _) in best.items()}
-            row = {
-                "batch": options.batch,
-                "text": kind,
-                "temperature": temperature,
-                "tokens_per_second": speed,
-                "to_plain": round(speed["scheduled"] / speed["plain"], 3),
-                "to_fixed": round(speed["scheduled"] / speed["fixed"], 3),
-                "fixed": counters(best["fixed"][1]),
-                "scheduled": counters(best["scheduled"][1]),
-            }
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-    costs = arms["scheduled"].core.admission.costs
+            rows.append(measured(engines, kind, batches, temperature, options))
+            print(json.dumps(rows[-1]), flush=True)
+    costs = engines["scheduled"].core.admission.costs
     save(options, rows, None if costs is None else costs.as_json())
 
 
@@ -149,7 +244,7 @@ def save(options: argparse.Namespace, rows: list[dict[str, Any]], costs: Any) ->
     names = {(row["batch"], row["text"]) for row in rows}
     kept = [row for row in old["rows"] if (row["batch"], row["text"]) not in names]
     result = {
-        "what": "steady decoding, tokens a second over all requests",
+        "what": "steady decoding, tokens a second over all requests; ratios with 95 % intervals",
         "scheduler": options.scheduler,
         **origin_of(
             f"python benchmarks/scheduler.py {options.run} --batch N --out {options.out}"

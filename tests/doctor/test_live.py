@@ -14,7 +14,15 @@ LAYERS = next(family for family in FAMILIES if family.id == "live.layers")
 
 
 def score(length: float) -> Score:
-    return Score((length, length + 0.1, length - 0.1, length), ())
+    """Four examples of about this acceptance length, every slot of 7 accepted alike."""
+    lengths = (length, length + 0.1, length - 0.1, length)
+    return Score(tuple((slot_acceptance(x),) * 7 for x in lengths), lengths)
+
+
+def slot_acceptance(length: float) -> float:
+    """The c with 1 + c + c^2 + ... + c^7 = ``length``, to a thousandth."""
+    found = (c / 1000 for c in range(1001) if sum((c / 1000) ** j for j in range(8)) >= length)
+    return next(found, 1.0)
 
 
 def answers(accepted: int, prompts: int = 8, steps: int = 10) -> list[Generation]:

@@ -28,8 +28,9 @@ IDENTITY = "at temperature 0 the text with the draft is the text without it"
 ACCEPTANCE = "the acceptance length is the expected one"
 NEEDED_AGREEMENT = 0.99
 PLAIN_PROMPTS = 4
-EXAMPLES = 8
-"""Answers that conventions are tried on: a dozen blocks of each tell wrong from right."""
+EXAMPLES = 16
+"""Answers that conventions are tried on, a dozen blocks of each: with 8 a draft that is fond of one
+layer more than of its neighbour could not be told from chance."""
 TOLERATED = 0.8
 """Share of the expected acceptance length that the interval must reach."""
 USELESS = 1.1

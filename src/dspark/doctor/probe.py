@@ -4,9 +4,11 @@ A draft that was trained under another convention than its config declares does 
 rubbish. So the doctor measures: the same draft, the same text, once as declared and once for each
 mistake that has been made in public. Whichever the draft is best at is what it was trained for.
 
-The figure is the teacher-forced acceptance length, ``1 + sum_k prod_{j<=k} c_j`` with
-``c = sum_v min(p, q)``, the probability that standard verification accepts slot j given a right
-prefix. It needs no decoding and no random numbers, so a few dozen blocks settle a question.
+The figure is ``c_j = sum_v min(p, q)``, the probability that standard verification accepts slot j
+given a right prefix, and the teacher-forced acceptance length ``1 + sum_k prod_{j<=k} c_j``. It
+needs no decoding and no random numbers, so a few dozen blocks settle a question. The length is what
+people know, the mean of c what decides: in the length late slots hardly count, so that it varies
+more and tells less.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from dspark.model.draft import DSparkDraft
 EMBEDDING_LAYER = -1
 """Key of the embedding's output among an example's states: what lies one layer before layer 0."""
 
-MIN_GAIN, MIN_SHARE, ERRORS = 0.1, 0.05, 3.0
-"""What one convention must gain over another to count: this acceptance length, this share of the
-other's, and so many standard errors. Many are tried, and a draft that is not fully trained hardly
-uses some of its inputs; small differences mean nothing."""
+MIN_SHARE, ERRORS = 0.1, 3.0
+"""What one convention must gain over another to count: this share of the other's rejections, and so
+many standard errors. Many are tried, and a draft that is not fully trained hardly uses some of its
+inputs; small differences mean nothing."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +65,19 @@ class Convention:
 
 @dataclass(frozen=True)
 class Score:
-    """Mean acceptance length of each example, and mean acceptance of each slot over all."""
+    """Mean acceptance c of each slot in each example [E][K], and acceptance lengths [E]."""
 
+    slots: tuple[tuple[float, ...], ...]
     lengths: tuple[float, ...]
-    slots: tuple[float, ...]
 
     @property
     def length(self) -> float:
         return sum(self.lengths) / len(self.lengths)
+
+    @property
+    def accepted(self) -> tuple[float, ...]:
+        """Mean c of each example [E]."""
+        return tuple(sum(c) / len(c) for c in self.slots)
 
 
 class Probe:
@@ -92,8 +99,8 @@ class Probe:
         for example, anchors in self.examples:
             accepted = self._overlap(draft, example, anchors, convention)
             lengths.append(float(1 + accepted.cumprod(-1).sum(-1).mean()))
-            slots.append(accepted.mean(0))
-        return Score(tuple(lengths), tuple(torch.stack(slots).mean(0).tolist()))
+            slots.append(tuple(accepted.mean(0).tolist()))
+        return Score(tuple(slots), tuple(lengths))
 
     def _overlap(
         self, draft: DSparkDraft, example: Example, anchors: Tensor, c: Convention
@@ -153,14 +160,15 @@ def _anchors(example: Example, reach: int, blocks: int) -> Tensor:
 
 def beats(other: Score, declared: Score) -> bool:
     """Is ``other`` better than ``declared``, by enough and by more than chance?"""
-    gain = max(MIN_GAIN, MIN_SHARE * declared.length)
-    differences = [a - b for a, b in zip(other.lengths, declared.lengths, strict=True)]
+    before = declared.accepted
+    differences = [a - b for a, b in zip(other.accepted, before, strict=True)]
     count = len(differences)
     mean = sum(differences) / count
+    enough = mean > MIN_SHARE * (1 - sum(before) / count)
     if count < 2:
-        return mean > gain
+        return enough
     variance = sum((d - mean) ** 2 for d in differences) / (count - 1)
-    return mean > gain and mean > ERRORS * math.sqrt(variance / count)
+    return enough and mean > ERRORS * math.sqrt(variance / count)
 
 
 def rotary_twin(draft: DSparkDraft) -> tuple[str, DSparkDraft]:
