@@ -10,8 +10,8 @@ server's are: one batch of each text that is not timed comes first.
 
 The speed of a machine drifts by several percent within seconds, so arms take turns of half a second
 until each has decoded all prompts ``--passes`` times and for ``--seconds``. A ratio is one of sums
-over whole passes; its interval (95 %) is a bootstrap over turns. Results of other batches in
-``--out`` are kept.
+over whole passes. Its interval (95 %) is a bootstrap over batches, the same ones of both arms;
+where there are fewer than eight, over turns. Results of other batches in ``--out`` are kept.
 """
 
 from __future__ import annotations
@@ -57,14 +57,16 @@ def texts(target: LoadedTarget, count: int) -> dict[str, list[list[int]]]:
 
 TURN = 0.5
 """Seconds of an arm's turn."""
+LEAST_PAIRS = 8
+"""Batches of both arms that an interval is taken over; fewer are too few to resample."""
 
 
 @dataclass
 class Arm:
     """One engine that decodes ``batches`` of prompts over and over, with other seeds each time.
 
-    ``turns`` holds (tokens, seconds) of steady decoding by turn, ``passes`` how often every batch
-    was decoded, ``whole`` the number of turns this took: those count.
+    ``turns`` and ``done`` hold (tokens, seconds) of steady decoding by turn and by batch,
+    ``passes`` how often every batch was decoded, ``whole`` the number of turns this took.
     """
 
     engine: Engine
@@ -72,6 +74,7 @@ class Arm:
     temperature: float
     tokens: int
     turns: list[tuple[int, float]] = field(default_factory=list)
+    done: list[tuple[int, float]] = field(default_factory=list)
     passes: int = 0
     whole: int = 0
     counter: AcceptanceCounter | None = None
@@ -124,10 +127,14 @@ class Arm:
             begun |= {delta.id for delta in core.step()}
         if any(core.finished(name) for name in names):
             raise SystemExit(f"an answer of {self.tokens} tokens ended before the last one began")
+        tokens, seconds = 0, 0.0
         while not any(core.finished(name) for name in names):
             started = time.perf_counter()
             emitted = sum(len(delta.ids) for delta in core.step())
-            yield emitted, time.perf_counter() - started
+            took = time.perf_counter() - started
+            tokens, seconds = tokens + emitted, seconds + took
+            yield emitted, took
+        self.done.append((tokens, seconds))
         for name in names:
             if not core.finished(name):
                 core.abort(name)
@@ -141,11 +148,19 @@ def ratio(arm: Arm, other: Arm) -> list[float]:
     """[rate of ``arm`` over that of ``other``, and the ends of its 95 % interval]."""
     rng = np.random.default_rng(0)
 
-    def resampled(turns: list[tuple[int, float]]) -> Any:
-        rows = np.array(turns)[rng.integers(len(turns), size=(2000, len(turns)))].sum(1)
-        return rows[:, 0] / rows[:, 1]
+    def resampled(rows: list[tuple[int, float]], chosen: Any) -> Any:
+        sums = np.array(rows)[chosen].sum(1)
+        return sums[:, 0] / sums[:, 1]
 
-    drawn = resampled(arm.turns[: arm.whole]) / resampled(other.turns[: other.whole])
+    def choice(count: int) -> Any:
+        return rng.integers(count, size=(2000, count))
+
+    if (pairs := len(arm.batches) * min(arm.passes, other.passes)) >= LEAST_PAIRS:
+        chosen = choice(pairs)
+        drawn = resampled(arm.done[:pairs], chosen) / resampled(other.done[:pairs], chosen)
+    else:
+        own, theirs = choice(arm.whole), choice(other.whole)
+        drawn = resampled(arm.turns, own) / resampled(other.turns, theirs)
     low, high = np.quantile(drawn, [0.025, 0.975])
     return [round(float(x), 3) for x in (arm.rate / other.rate, low, high)]
 

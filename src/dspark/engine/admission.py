@@ -44,6 +44,8 @@ MANY = 64
 # Weighing is little work but on cold caches, behind a pass over all weights: about 1 ms in a step
 # of 25 on two cores.
 COAST = 7
+# Blocks in a row of which nothing was accepted that end such a pause: drafting may not pay any more.
+MISSES = 2
 # Weight of the newest step in what trimming gains.
 RECENT = 0.2
 
@@ -188,6 +190,11 @@ class Admission:
         if self.costs is not None and self._weighed:
             self.costs.observe(drafted, drafting, tokens, verifying)
         live, self._live = self._live, None
+        for request in accepted if drafted else ():
+            if (track := self.tracks.get(request)) is not None and track.drafts:
+                track.missed = 0 if accepted[request] else track.missed + 1
+                if track.missed >= MISSES:
+                    self._coast = 0
         if live is None:
             return
         outcome = np.array([accepted[r] for r in live.requests])
@@ -201,15 +208,15 @@ class Admission:
             track.add(survival, width, got)
             self._shared[track.mode].add(survival, width, got, SHARED)
         everyone = live.untrimmed and set(live.requests) == self._coasting and not self.record
-        settled = everyone and bool(outcome.all()) and all(map(self._settled, live.tracks))
+        settled = everyone and all(map(self._settled, live.tracks))
         # A request that is new is known by what others of its mode did: not for long.
         seen = min(track.own.blocks for track in live.tracks)
-        self._coast = min(COAST, 2 ** max(0, seen - 2)) if settled else 0
+        self._coast = min(COAST, 2 ** (seen - 1)) if settled else 0
 
     def _settled(self, track: Track) -> bool:
         """Whether what was decided for a request, on evidence, may stand for a few steps."""
         kind = self._kind(track)
-        return kind == "fixed" or (kind != "threshold" and track.pays)
+        return kind == "fixed" or (kind != "threshold" and track.pays and track.missed < MISSES)
 
     def drop(self, request: Request) -> None:
         """The request is over."""

@@ -65,7 +65,8 @@ class Tally:
 class Track:
     """One request. ``recent`` holds the survivals of its last two blocks, the older one first;
     ``idle`` counts steps since it last drafted, ``pays`` says that it was weighed and should,
-    ``due`` after how many steps it is tried again."""
+    ``due`` after how many steps it is tried again, ``missed`` the blocks in a row of which nothing
+    was accepted."""
 
     mode: Mode
     scheduler: SchedulerName
@@ -77,6 +78,7 @@ class Track:
     probing: bool = False
     pays: bool = False
     due: int = 0
+    missed: int = 0
 
     def predict(self, shared: Tally) -> Floats | None:
         """Survivals [K] of its next block, None before its first or while ``shared``, the tally of
