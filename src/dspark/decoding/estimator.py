@@ -14,6 +14,7 @@ the draft's log-odds count and nothing else does.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -25,6 +26,9 @@ from dspark.decoding.schedule import Bools, Floats, Ints
 CLIP = 9.0
 FORGET = 0.996
 FEATURES = ("top_odds", "spread", "head")
+# Blocks after which outcomes are gathered from so many steps before they are fitted: the weights
+# hardly move any more, and a fit takes longer than the rest of a step's bookkeeping.
+SETTLED, GATHERED = 64, 4
 
 
 @dataclass(frozen=True)
@@ -42,24 +46,29 @@ class Signals:
         """[R, K, 3], bounded; non-finite values become 0. Asked for twice a step."""
         assert self.top is not None
         assert self.spread is not None
+        out = np.empty((*self.head.shape, len(FEATURES)))
         rest = np.log(-np.expm1(np.minimum(self.top, -1e-9)))
-        odds = np.clip(self.top - rest, -CLIP, CLIP)
-        spread = np.clip(self.spread, 0.0, CLIP)
-        raw = np.stack([odds, spread, np.clip(self.head, -CLIP, CLIP)], axis=-1)
-        return np.nan_to_num(raw, nan=0.0, posinf=0.0, neginf=0.0)
+        for i, (raw, least) in enumerate(
+            ((self.top - rest, -CLIP), (self.spread, 0.0), (self.head, -CLIP))
+        ):
+            np.minimum(np.maximum(raw, least), CLIP, out=out[..., i])
+        if not math.isfinite(float(out.sum())):  # NaN: infinities are bounded already
+            out[np.isnan(out)] = 0.0
+        return out
 
 
 @dataclass
 class AcceptanceEstimator:
     """Predicts for blocks of ``slots`` slots; ``weights`` [slots + 3] are slot biases and features.
 
-    ``blocks`` counts what was learned from.
+    ``blocks`` counts those with an admitted slot, which teach something.
     """
 
     slots: int
     blocks: int = 0
     weights: Floats = field(init=False)
     _curvature: Floats = field(init=False)
+    _waiting: list[tuple[Floats, Ints, Ints]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         size = self.slots + len(FEATURES)
@@ -78,6 +87,13 @@ class AcceptanceEstimator:
 
         Slots behind the first rejection, and slots that were not admitted, teach nothing.
         """
+        self.blocks += int(np.count_nonzero(admitted))
+        self._waiting.append((features, admitted, accepted))
+        if self.blocks < SETTLED or len(self._waiting) == GATHERED:
+            self._fit(*map(np.concatenate, zip(*self._waiting, strict=True)))
+            self._waiting.clear()
+
+    def _fit(self, features: Floats, admitted: Ints, accepted: Ints) -> None:
         slot = np.arange(self.slots)
         seen: Bools = slot < np.minimum(admitted, accepted + 1)[:, None]
         if not seen.any():
@@ -95,7 +111,6 @@ class AcceptanceEstimator:
         self._curvature += design.T @ (design * (chance * (1 - chance))[:, None])
         step = np.linalg.solve(self._curvature, design.T @ (outcome - chance))
         self.weights = self.weights + np.clip(step, -1.0, 1.0)
-        self.blocks += int(seen.any(1).sum())
 
 
 def sigmoid(x: Floats) -> Floats:

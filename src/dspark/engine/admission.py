@@ -44,7 +44,7 @@ MANY = 64
 # Weighing is little work but on cold caches, behind a pass over all weights: about 1 ms in a step
 # of 25 on two cores.
 COAST = 7
-# Blocks in a row of which nothing was accepted that end such a pause: drafting may not pay any more.
+# Blocks in a row of which nothing was accepted that end such a pause: drafting may no longer pay.
 MISSES = 2
 # Weight of the newest step in what trimming gains.
 RECENT = 0.2
@@ -211,7 +211,7 @@ class Admission:
         settled = everyone and all(map(self._settled, live.tracks))
         # A request that is new is known by what others of its mode did: not for long.
         seen = min(track.own.blocks for track in live.tracks)
-        self._coast = min(COAST, 2 ** (seen - 1)) if settled else 0
+        self._coast = min(COAST, 2 ** (seen + 1)) if settled else 0
 
     def _settled(self, track: Track) -> bool:
         """Whether what was decided for a request, on evidence, may stand for a few steps."""
