@@ -86,6 +86,25 @@ def test_a_run_is_examined_on_its_workload_which_the_expected_length_is_of(
     assert not [m for m in chosen if "poem" in m[0]["content"]]
 
 
+@pytest.mark.parametrize("engine", [(), ("--engine", "vllm")])
+def test_a_prompt_that_leaves_no_room_is_named_before_any_engine_starts(
+    tiny_run: Path,
+    tiny_target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    engine: tuple[str, ...],
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": "1 + 2" * times}) for times in (1, 200)]
+    prompts.write_text("\n".join(lines))
+    draft = str(tiny_run / "draft")
+    assert run(draft, "--target", str(tiny_target), "--prompts", str(prompts), *engine) == 1
+    told = " ".join(capsys.readouterr().err.split())
+    assert "in prompt 2" in told
+    assert "at most 255 tokens" in told
+    assert "--prompts FILE" in told
+
+
 def test_without_vllm_the_live_checks_say_that_our_own_engine_ran_them(
     tiny_run: Path, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,39 @@ def test_answers_of_vllm_become_rows_with_their_real_token_ids(
 
 def question(number: int) -> str:
     return f"{NAMES[number % 3]} has {1 + number % 9} and gets {1 + number // 9 % 9}"
+
+
+def test_conversations_are_written_turn_by_turn_as_our_own_engine_writes_them(
+    server: str, pair: TrainedPair, tmp_path: Path
+) -> None:
+    """Later turns are asked behind the answers that vLLM itself gave."""
+    file = tmp_path / "talks.jsonl"
+    talks = [[question(i), question(i + 31), question(i + 57)] for i in range(24)]
+    lines = [{"messages": [{"role": "user", "content": t} for t in turns]} for turns in talks]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    source = (
+        f"prompts.sources=[{{kind: file, path: {file}, category: sums, train: 20, held_out: 4}}]"
+    )
+    rows = []
+    for name, more in (
+        ("own", []),
+        ("vllm", [f'regenerate.endpoints=[{{"url": "{server}", "concurrency": 4}}]']),
+    ):
+        for verb, words in (("prompts", []), ("regenerate", more)):
+            done = dspark(
+                verb, str(pair.recipe), f"output={tmp_path / name}", source,
+                "regenerate.max_new_tokens=48", *words,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+        rows.append({a.id: a for a in read_answers(tmp_path / name / "answers")})
+    ours, theirs = rows
+    assert set(ours) == set(theirs)
+    assert len(ours) >= 16
+    # All three answers of a conversation are trained on: three runs of the mask.
+    edges = [sum(b > a for a, b in pairwise(x.loss_mask)) for x in theirs.values()]
+    assert max(edges) == 3
+    same = [theirs[name].ids == ours[name].ids for name in ours]
+    assert sum(same) >= 0.95 * len(same)
 
 
 def data_of(folder: Path) -> Path:

@@ -43,7 +43,7 @@ def examine(request: Request, screen: Screen) -> Examination:
 
     Raises:
         TargetError: ``target`` cannot be loaded.
-        DataError: ``prompts`` cannot be read.
+        DataError: ``prompts`` cannot be read, or one leaves no room for an answer.
     """
     raw, first = read_raw(request.folder)
     exam = Examination(str(request.folder), request.engines)

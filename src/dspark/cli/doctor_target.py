@@ -35,7 +35,7 @@ from dspark.doctor.tokens import check_mask
 from dspark.doctor.weights import check_embedding, stored
 from dspark.engine.decode import Decoder
 from dspark.engine.drafter import Drafter
-from dspark.errors import ArtifactError, CheckpointError, DSparkError
+from dspark.errors import ArtifactError, CheckpointError, DataError, DSparkError
 from dspark.model.draft import DSparkDraft
 from dspark.pairing import target_identity
 
@@ -134,6 +134,7 @@ def _live(
     except DSparkError as error:
         return [_not_loaded(raw, error)]
     tapped = layers_to_tap(draft.config.target_layer_ids, target.num_layers)
+    prompts = _with_room(probe_prompts(request, target), target.max_context, request)
     with tempfile.TemporaryDirectory() as scratch:
         engine: LiveEngine | None = None
         told: list[Check] = []
@@ -144,7 +145,7 @@ def _live(
             draft=draft,
             target=target.build(tapped),
             engine=engine or _own_engine(draft, target, tapped),
-            prompts=probe_prompts(request, target),
+            prompts=prompts,
             masks=_other_masks(draft.config.mask_token_id, target),
             expected=expected_acceptance(request, raw),
         )
@@ -205,6 +206,19 @@ def probe_prompts(request: Request, target: LoadedTarget) -> list[list[int]]:
         source = OrderTicketSource(kind="order_tickets", held_out=PROMPTS, seed=1)
         chosen = [q.messages for q in prompts_of(source)]
     return [prompt_ids(target.tokenizer, messages) for messages in chosen]
+
+
+def _with_room(prompts: list[list[int]], context: int, request: Request) -> list[list[int]]:
+    """``prompts``, once each is known to leave room for an answer, in whichever engine."""
+    for number, ids in enumerate(prompts, 1):
+        if len(ids) >= context:
+            raise DataError(
+                expected=f"prompts of at most {context - 1} tokens: the context is {context}",
+                found=f"{len(ids)} tokens in prompt {number}",
+                where=str(request.prompts or request.folder),
+                fix="Leave it out, or name other prompts with --prompts FILE.",
+            )
+    return prompts
 
 
 def held_out_prompts(folder: Path) -> list[list[dict[str, Any]]]:
