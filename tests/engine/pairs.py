@@ -20,6 +20,7 @@ from dspark.engine.answer import Completion
 from dspark.engine.core import EngineCore
 from dspark.engine.drafter import Drafter
 from dspark.engine.memory import bytes_per_token
+from dspark.engine.request import Request
 from dspark.model.spans import Reads, Span
 
 END = frozenset({2})
@@ -87,12 +88,18 @@ def check_rows_after_decoding(core: EngineCore, prompt: list[int], params: Sampl
     (answer,) = core._answers.values()
     for _ in range(7):
         core.step()
-    request, drafter, rows = answer.request, core.drafter, core.runner.rows
-    text = request.tokens(0, request.table.rows)
-    assert drafter is not None
-    assert len(text) == request.length - 1
+    request = answer.request
+    core.runner.context.catch_up([request])
+    assert request.table.rows == request.length - 1
     assert answer.counter is not None
     assert answer.counter.admitted > answer.counter.accepted, "nothing was rejected"
+    check_rows(core, request, request.table.rows)
+
+
+def check_rows(core: EngineCore, request: Request, count: int) -> None:
+    """The draft's first ``count`` rows are those of a fresh prefill."""
+    drafter, rows, text = core.drafter, core.runner.rows, request.tokens(0, count)
+    assert drafter is not None
     device = core.target.device
     reads = Reads.of([request.table.pages], [len(text)], core.pool.page_size, rows.spare, device)
     with torch.inference_mode():

@@ -48,6 +48,7 @@ class Traffic(RuleBasedStateMachine):
             self.pool, max_requests=3, token_budget=16, lookahead=LOOKAHEAD, max_length=MAX_LENGTH
         )
         self.rows: dict[tuple[str, int, int], tuple[int, ...]] = {}
+        self.late: dict[Request, int] = {}
         self.counter = 0
         self.finished: list[Request] = []
 
@@ -67,8 +68,20 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(request=consumes(requests))
     def abort(self, request: Request) -> None:
-        self.scheduler.finish(request)
+        self.finish(request)
         self.finished.append(request)
+
+    def finish(self, request: Request) -> None:
+        if self.catch_up(request):
+            self.scheduler.advance(request, request.table.rows)
+        self.scheduler.finish(request)
+
+    def catch_up(self, request: Request) -> bool:
+        """Write the draft rows of steps that it did not draft in."""
+        count = self.late.pop(request, 0)
+        rows = request.table.rows
+        self.write(request, "draft", request.tokens(0, rows), rows - count)
+        return count > 0
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
@@ -76,6 +89,8 @@ class Traffic(RuleBasedStateMachine):
         plan = self.scheduler.schedule()
         assert bool(plan.prefill or plan.decode) == unfinished
         self.check_budget(plan)
+        for request in plan.preempted:
+            self.late.pop(request, None)
         for source, to in plan.copies:
             for kind in ("target", "draft"):
                 for offset in range(SIZE):
@@ -91,11 +106,21 @@ class Traffic(RuleBasedStateMachine):
                 r.output.append(data.draw(st.integers(0, 2)))
             self.scheduler.advance(r, stop)
             if first and r.room < 1:
-                self.scheduler.finish(r)
+                self.finish(r)
         for r in plan.decode:
             anchor_at = r.length - 1
             assert r.table.rows == anchor_at
             self.read(r, "target", anchor_at)
+            if data.draw(st.booleans()):
+                self.write(r, "target", r.tokens(0, r.length), anchor_at)
+                r.output.append(data.draw(st.integers(0, 2)))
+                self.late[r] = self.late.get(r, 0) + 1
+                self.scheduler.advance(r, anchor_at + 1, self.late[r])
+                self.read(r, "draft", r.table.draft_rows)
+                if r.room < 1:
+                    self.finish(r)
+                continue
+            self.catch_up(r)
             self.read(r, "draft", anchor_at)
             admitted = min(LOOKAHEAD, r.room - 1)
             drafted = data.draw(st.lists(st.integers(0, 2), min_size=admitted, max_size=admitted))
@@ -106,7 +131,7 @@ class Traffic(RuleBasedStateMachine):
             r.output += [*drafted[:accepted], data.draw(st.integers(0, 2))]
             self.scheduler.advance(r, anchor_at + accepted + 1)
             if r.room < 1:
-                self.scheduler.finish(r)
+                self.finish(r)
 
     def check_budget(self, plan: Plan) -> None:
         tokens = sum(c.count for c in plan.prefill) + len(plan.decode) * (LOOKAHEAD + 1)

@@ -179,7 +179,9 @@ class EngineCore:
             if answer.count is not None and self.totals is not None:
                 self.totals.add(answer.count)
             # Rows behind a trimmed end belong to no token that is kept.
-            self.scheduler.advance(result.request, min(result.rows, result.request.length))
+            request = result.request
+            late = self.runner.context.missing(request)
+            self.scheduler.advance(request, min(result.rows, request.length), late)
             if result.snapshot is not None:
                 self.pool.keep_state(result.request.table, result.snapshot)
             if answer.finish_reason is not None:
@@ -227,6 +229,9 @@ class EngineCore:
         return all(a.finish_reason is not None for a in self._groups[id])
 
     def _retire(self, answer: Answer) -> None:
+        # Whoever goes on from this answer finds its pages only with their draft rows.
+        if self.pool.share and self.runner.context.catch_up([answer.request]):
+            self.scheduler.advance(answer.request, answer.request.table.rows)
         self.scheduler.finish(answer.request)
         self.runner.drop(answer.request)
         del self._answers[answer.request]

@@ -4,9 +4,9 @@ A step of the plan runs in this order. Prefill chunks go through the target in o
 prompt that is complete gives its first token. Then all decoding requests at once: the draft makes a
 block for each that :class:`~dspark.engine.admission.Admission` chooses and cuts it to what is worth
 verifying, the target runs ``[anchor, drafts...]`` of all of them in one flat forward without
-padding, verification decides per request, and the taps of what was accepted become context rows,
-for requests that did not draft too. Rows of rejected tokens are overwritten by the next block and
-never read.
+padding, verification decides per request, and the taps of what was accepted become context rows
+(``dspark.engine.context``), for requests that did not draft too. Rows of rejected tokens are
+overwritten by the next block and never read.
 
 The runner knows nothing of stop strings or of who waits: it returns emitted tokens, and the engine
 decides what stays.
@@ -26,6 +26,7 @@ from dspark.decoding.acceptance import StepCount
 from dspark.decoding.estimator import Signals
 from dspark.decoding.request import TokenKind
 from dspark.engine.admission import Admission
+from dspark.engine.context import MOST_LATE, ContextRows
 from dspark.engine.drafter import Block, Drafter
 from dspark.engine.forward import FlatRunner, HybridRunner, Part, SingleRunner, TargetRunner
 from dspark.engine.offload import Offload
@@ -79,12 +80,16 @@ class Runner:
             self._run = self._hybrid = HybridRunner(
                 target, self.rows, states, requests, pool.page_size, pool.snapshots
             )
+        self.context = ContextRows(
+            drafter, self.rows, self.first_draft_layer, wait=self._hybrid is None
+        )
 
     @torch.inference_mode()
     def step(self, plan: Plan) -> list[StepResult]:
         """Run a plan; one result per chunk and per decoding request."""
         for request in plan.preempted:
             self._run.drop(request)
+            self.context.drop(request)
         if self.offload is not None:
             self.offload.exchange()
         for source, to in plan.copies:
@@ -99,6 +104,7 @@ class Runner:
     def drop(self, request: Request) -> None:
         """The request is over."""
         self._run.drop(request)
+        self.context.drop(request)
         self.samplers.pop(request, None)
         self.admission.drop(request)
 
@@ -111,13 +117,10 @@ class Runner:
 
     def write_context(self, taps: Tensor, span: PagedSpan, kept: Tensor | None) -> None:
         """Context rows of flat tokens ``kept`` (None: all) of a forward."""
-        if self.drafter is None:
-            return
         positions, slots = span.positions[0], span.slots
         if kept is not None:
             taps, positions, slots = taps[kept], positions[kept], slots[kept]
-        for layer, rows in enumerate(self.drafter.context_rows(taps, positions)):
-            self.rows.write(self.first_draft_layer + layer, slots, rows)
+        self.context.write(taps, positions, slots)
 
     def commit(
         self, parts: Sequence[Part], counts: Sequence[int], *, keep: bool = True
@@ -157,8 +160,10 @@ class Runner:
         return _with_snapshots(results, kept) if kept else results
 
     def _decode(self, requests: Sequence[Request]) -> list[StepResult]:
+        chosen = self.admission.choose(requests, self.samplers)
+        self.context.catch_up(chosen)
         started = time.perf_counter()
-        blocks, signals = self.draft(self.admission.choose(requests, self.samplers))
+        blocks, signals = self.draft(chosen)
         drafted = time.perf_counter()
         self.admission.admit(len(requests), blocks, signals)
         parts = [
@@ -180,12 +185,17 @@ class Runner:
         for part, claim, settled in zip(
             parts, claims, settle(claims, logits, self._spread), strict=True
         ):
-            kept += range(offset, offset + settled.accepted + 1)
+            if self.context.waits and part.request not in blocks:
+                self.context.keep(part.request, part.start, taps[offset : offset + 1])
+            else:
+                kept += range(offset, offset + settled.accepted + 1)
             results.append(
                 _result(part.request, claim, settled, part.start + 1, self._counts(part))
             )
             offset += len(part.tokens)
-        self.write_context(taps, span, torch.tensor(kept, device=taps.device))
+        if kept:
+            self.write_context(taps, span, torch.tensor(kept, device=taps.device))
+        self.context.catch_up([r for r in requests if self.context.missing(r) >= MOST_LATE])
         if self._hybrid is not None:
             counts = [len(result.tokens) for result in results]
             results = _with_snapshots(results, self.commit(parts, counts))

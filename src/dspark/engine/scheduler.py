@@ -130,11 +130,12 @@ class Scheduler:
             return self._merged(plan, self.schedule())
         return plan
 
-    def advance(self, request: Request, rows: int) -> None:
-        """``rows`` leading rows of target and draft are now sound (after tokens were appended)."""
+    def advance(self, request: Request, rows: int, late: int = 0) -> None:
+        """``rows`` leading rows are now sound (after tokens were appended); of the draft's all but
+        the last ``late``."""
         pool = self.pool
         tokens = request.tokens(0, rows)
-        pool.commit(request.table, tokens, rows, rows if pool.drafting else 0)
+        pool.commit(request.table, tokens, rows, rows - late if pool.drafting else 0)
         if request.status == "prefilling" and rows >= request.wanted_rows:
             request.status = "decoding"
 
