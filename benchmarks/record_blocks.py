@@ -1,10 +1,12 @@
 """Record what a real draft says of its blocks and how many tokens the target accepts.
 
-    python benchmarks/record_blocks.py runs/quickstart --out benchmarks/results/recorded_blocks.json
+    python benchmarks/record_blocks.py runs/quickstart --out benchmarks/results/recorded_blocks.json \\
+        --costs benchmarks/results/scheduler_costs.json
 
 Answers the run's held-out prompts of every category with the embedded engine, verifying everything,
 and keeps each whole block: logits of the confidence head and accepted tokens, in the order of the
-answer. ``benchmarks/schedule_sim.py`` replays them without a model.
+answer. ``--costs`` also keeps what this engine's steps cost, as it measures that at its start.
+``benchmarks/schedule_sim.py`` replays both without a model.
 """
 
 from __future__ import annotations
@@ -24,7 +26,28 @@ from dspark.config.engine import EngineOptions
 from dspark.data.chat import prompt_ids
 from dspark.data.shards import read_prompts
 from dspark.decoding.params import SamplingParams
+from dspark.engine.measure import measure_costs
 from dspark.engine.recording import record_blocks
+
+
+def command_of(options: argparse.Namespace) -> str:
+    costs = f" --costs {options.costs}" if options.costs else ""
+    return f"python benchmarks/record_blocks.py {options.run} --out {options.out}{costs}"
+
+
+def save_costs(engine: Engine, options: argparse.Namespace) -> None:
+    table = measure_costs(engine.core, seconds=20.0)
+    rounded = {
+        name: [[count, round(seconds, 5)] for count, seconds in curve]
+        for name, curve in table.as_json().items()
+    }
+    result = {
+        "what": "seconds of the embedded engine's steps, as it measures them at its start",
+        "max_requests": engine.core.options.max_requests,
+        **origin_of(command_of(options)).model_dump(),
+        "costs": rounded,
+    }
+    options.costs.write_text(json.dumps(result) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -34,9 +57,12 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=3, help="to each prompt")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--costs", type=Path)
     options = parser.parse_args()
     target = load_target_of(options.run / "draft", None, Screen(Console(stderr=True)))
-    engine = Engine(target, options.run / "draft", options=EngineOptions(max_requests=16))
+    engine = Engine(target, options.run / "draft", options=EngineOptions(max_requests=32))
+    if options.costs:
+        save_costs(engine, options)
     prompts = [
         q for q in read_prompts(options.run / "prompts", "held_out") for _ in range(options.answers)
     ]
@@ -53,9 +79,7 @@ def main() -> None:
         "what": "confidence logits of each slot and accepted tokens of whole blocks",
         "temperature": options.temperature,
         "verification": engine.core.options.verification,
-        **origin_of(
-            f"python benchmarks/record_blocks.py {options.run} --out {options.out}"
-        ).model_dump(),
+        **origin_of(command_of(options)).model_dump(),
         "answers": [a for a in answers if a["blocks"]],
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
