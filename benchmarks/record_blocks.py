@@ -1,6 +1,7 @@
 """Record what a real draft says of its blocks and how many tokens the target accepts.
 
-    python benchmarks/record_blocks.py runs/quickstart --out benchmarks/results/recorded_blocks.json \\
+    python benchmarks/record_blocks.py runs/quickstart \\
+        --out benchmarks/results/recorded_blocks.json \\
         --costs benchmarks/results/scheduler_costs.json
 
 Answers the run's held-out prompts of every category with the embedded engine, verifying everything,
