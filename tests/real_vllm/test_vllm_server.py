@@ -148,8 +148,13 @@ def test_conversations_are_written_turn_by_turn_as_our_own_engine_writes_them(
 ) -> None:
     """Later turns are asked behind the answers that vLLM itself gave."""
     file = tmp_path / "talks.jsonl"
+    said = ("assistant", "nothing")
     talks = [[question(i), question(i + 31), question(i + 57)] for i in range(24)]
-    lines = [{"messages": [{"role": "user", "content": t} for t in turns]} for turns in talks]
+    lines = [
+        # What was answered before is not read: the target answers every turn itself.
+        {"messages": [{"role": r, "content": c} for t in turns for r, c in (("user", t), said)]}
+        for turns in talks
+    ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     source = (
         f"prompts.sources=[{{kind: file, path: {file}, category: sums, train: 20, held_out: 4}}]"
