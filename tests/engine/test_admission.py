@@ -14,7 +14,7 @@ from dspark.decoding.params import SamplingParams
 from dspark.engine.admission import COAST
 from dspark.engine.confidence import Confidence, Mode
 from dspark.engine.cost_file import fingerprint, read_costs, write_costs
-from dspark.engine.history import LEAST_BLOCKS
+from dspark.engine.history import LEAST_BLOCKS, SHARED, Tally, Track
 from dspark.engine.measure import measure_costs, sizes
 from dspark.engine.recording import record_blocks
 from dspark.errors import DecodingError
@@ -137,6 +137,24 @@ def test_nobody_is_weighed_again_before_it_is_due(pair: Pair) -> None:
     assert len(weighed) < 0.35 * steps
     tried = engine.admission.drafting - LEAST_BLOCKS
     assert tried >= 4, "every request is tried"
+
+
+def test_a_mode_that_does_well_does_not_keep_up_hope_for_a_request_that_does_not() -> None:
+    """Orders and sums share a mode: sums once drafted eighteen blocks in a row for nothing."""
+    good = np.array([0.9, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1])
+    shared = Tally()
+    for _ in range(64):
+        shared.add(good, 7, 3, SHARED)
+    track = Track(Mode("greedy", True, 0.0), "sync")
+    hopeful = np.array([0.8, 0.6, 0.4, 0.3, 0.2, 0.1, 0.1])
+    left = []
+    for _ in range(5):
+        track.add(hopeful, 7, 0)
+        predicted = track.predict(shared)
+        assert predicted is not None
+        left.append(float(predicted.sum()))
+    assert left[0] > 0.9, "one poor block does not make a poor request"
+    assert left[3] < 0.5, "four do"
 
 
 def test_a_request_that_is_taken_up_again_accepts_as_before(pair: Pair) -> None:

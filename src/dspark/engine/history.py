@@ -22,7 +22,7 @@ OWN, SHARED = 0.3, 0.03
 # Blocks after which accepted and predicted tokens count half.
 FADE = 0.85
 # Tokens of doubt: how much evidence moves the ratio of accepted to predicted from its mode's.
-DOUBT = 3.0
+DOUBT = 1.5
 # Blocks of its mode that a request's own are weighed against. Its first block says more of it than
 # all others of its mode: they may be of another kind of text.
 PRIOR_BLOCKS = 0.5
