@@ -231,6 +231,26 @@ def test_the_figures_are_those_of_the_recorded_run() -> None:
     assert f"at commit {summary['commit']}" in told
 
 
+def scheduler_row(row: dict[str, Any]) -> str:
+    """One row of ``scheduler.json`` as the page about serving prints it."""
+    speed = row["tokens_per_second"]
+    cells = [row["batch"], row["text"], f"{row['temperature']:g}"]
+    cells += [f"{speed[name]:.0f}" for name in ("plain", "fixed", "scheduled")]
+    for name in ("to_plain", "to_fixed"):
+        ratio, low, high = row[name]
+        cells.append(f"{ratio:.2f} ({low:.2f} to {high:.2f})")
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def test_the_table_of_schedulers_is_what_was_measured() -> None:
+    found = json.loads((ROOT / "benchmarks/results/scheduler.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    assert len(found["rows"]) == 24
+    for row in found["rows"]:
+        assert scheduler_row(row) in page
+    assert f"at commit {found['commit']}" in " ".join(page.split())
+
+
 # --- files and pointers --------------------------------------------------------------------------
 
 

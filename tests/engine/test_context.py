@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dspark.decoding.params import SamplingParams
+from dspark.engine import context
 from dspark.engine.context import MOST_LATE
 from dspark.engine.core import EngineCore
 from dspark.engine.request import Request
@@ -41,6 +42,18 @@ def test_rows_of_a_request_that_does_not_draft_are_written_together(pair: Pair) 
     writes = counted(nothing)
     run(nothing, pair.prompts[:1], PLAIN)
     assert writes == [prompt, MOST_LATE], "nobody can go on from an answer that is not shared"
+
+
+def test_many_requests_together_keep_no_more_states_than_some(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context, "ALL_LATE", 40)
+    core = pair.engine()
+    writes = counted(core)
+    run(core, pair.prompts[:8], PLAIN)
+    rows = sum(len(p) + 99 for p in pair.prompts[:8])
+    assert sum(writes) == rows
+    assert max(writes[1:]) == 40, "5 rows of each"
 
 
 def test_late_rows_do_not_count_as_sound_and_written_ones_are_right(pair: Pair) -> None:

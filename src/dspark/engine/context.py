@@ -2,9 +2,10 @@
 
 A request that drafts gets the rows of its new tokens in the same step. While it is bypassed nobody
 reads its rows: the states are kept instead, and become rows together when it drafts again, when it
-ends, or when there are ``MOST_LATE`` of them. One pass over the draft's context weights then serves
-many tokens. For one token a step it was 3 % of a step of a 135M target at batch 1, paid by exactly
-those requests whose draft is of no use.
+ends, or when there are ``MOST_LATE`` of them (``ALL_LATE`` over all requests: at the size of
+Kimi-K3 that is 75 MB of states). One pass over the draft's context weights then serves many tokens.
+For one token a step it was 3 % of a step of a 135M target at batch 1, paid by exactly those
+requests whose draft is of no use.
 
 Rows that are late are not sound (``BlockTable.draft_rows``): no page is shared before they are
 written.
@@ -12,7 +13,7 @@ written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +23,7 @@ from dspark.engine.drafter import Drafter
 from dspark.engine.request import Request
 from dspark.model.paged import PagedRows
 
-MOST_LATE = 64
+MOST_LATE, ALL_LATE = 64, 1024
 
 
 @dataclass
@@ -65,6 +66,11 @@ class ContextRows:
         """How many of its rows, the last ones, are late."""
         late = self._late.get(request)
         return 0 if late is None else len(late.taps)
+
+    def due(self, requests: Sequence[Request]) -> list[Request]:
+        """Those of ``requests`` whose rows may wait no longer."""
+        full = sum(len(late.taps) for late in self._late.values()) >= ALL_LATE
+        return [r for r in requests if self.missing(r) >= (1 if full else MOST_LATE)]
 
     @torch.inference_mode()
     def catch_up(self, requests: Iterable[Request]) -> bool:

@@ -26,7 +26,7 @@ from dspark.decoding.acceptance import StepCount
 from dspark.decoding.estimator import Signals
 from dspark.decoding.request import TokenKind
 from dspark.engine.admission import Admission
-from dspark.engine.context import MOST_LATE, ContextRows
+from dspark.engine.context import ContextRows
 from dspark.engine.drafter import Block, Drafter
 from dspark.engine.forward import FlatRunner, HybridRunner, Part, SingleRunner, TargetRunner
 from dspark.engine.offload import Offload
@@ -195,7 +195,7 @@ class Runner:
             offset += len(part.tokens)
         if kept:
             self.write_context(taps, span, torch.tensor(kept, device=taps.device))
-        self.context.catch_up([r for r in requests if self.context.missing(r) >= MOST_LATE])
+        self.context.catch_up(self.context.due(requests))
         if self._hybrid is not None:
             counts = [len(result.tokens) for result in results]
             results = _with_snapshots(results, self.commit(parts, counts))
