@@ -199,6 +199,7 @@ def measured(
         ]
     scheduled = arms["scheduled"]
     return {
+        "commit": origin_of("").commit,
         "batch": len(batches[0]),
         "prompts": sum(map(len, batches)),
         "text": kind,

@@ -4,6 +4,7 @@ up again."""
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,7 @@ from dspark.decoding.params import SamplingParams
 from dspark.engine.admission import COAST
 from dspark.engine.confidence import Confidence, Mode
 from dspark.engine.cost_file import fingerprint, read_costs, write_costs
-from dspark.engine.history import LEAST_BLOCKS, SHARED, Tally, Track
+from dspark.engine.history import LEAST_BLOCKS, SHARED, Realized, Tally, Track
 from dspark.engine.measure import measure_costs, sizes
 from dspark.engine.recording import record_blocks
 from dspark.errors import DecodingError
@@ -155,6 +156,46 @@ def test_a_mode_that_does_well_does_not_keep_up_hope_for_a_request_that_does_not
         left.append(float(predicted.sum()))
     assert left[0] > 0.9, "one poor block does not make a poor request"
     assert left[3] < 0.5, "four do"
+
+
+def test_drafting_that_broke_its_promise_pauses_for_this_many_requests_only() -> None:
+    realized = Realized()
+    for _ in range(3):
+        assert not realized.forbids(32)
+        realized.add(32, -0.09, hoped=False)
+    assert not realized.forbids(32), "mere tries cost what they are allowed to"
+    for _ in range(5):
+        realized.add(32, -0.09, hoped=True)
+    assert realized.forbids(32)
+    assert not realized.forbids(4)
+    pause = 1
+    while realized.forbids(33):  # the same size, to a factor of two
+        pause += 1
+    assert 5 < pause < 40, "it is tried again"
+    for _ in range(3):
+        realized.add(32, -0.09, hoped=True)
+    assert realized.forbids(32)
+    realized.add(32, 1.0, hoped=False)
+    assert not realized.forbids(32), "a try that gains ends the pause at once"
+
+
+def test_what_costs_promise_and_steps_do_not_keep_is_left(pair: Pair) -> None:
+    """The table says drafting is free; in truth it is slow. The table is frozen, and so no help."""
+    engine = scheduled(pair, "sync", costs(1e-6, draft=1e-6))
+    draft = engine.runner.draft
+
+    def slow(requests):
+        if requests:
+            time.sleep(0.05)
+        return draft(requests)
+
+    engine.runner.draft = slow
+    done = run(engine, pair.prompts[:6], greedy(max_new_tokens=128, ignore_eos=True))
+    plain = run(
+        pair.engine(draft=False), pair.prompts[:6], greedy(max_new_tokens=128, ignore_eos=True)
+    )
+    assert [c.ids for c in done] == [c.ids for c in plain]
+    assert engine.admission.bypassed > engine.admission.drafting > LEAST_BLOCKS
 
 
 def test_a_request_that_is_taken_up_again_accepts_as_before(pair: Pair) -> None:

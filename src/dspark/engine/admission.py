@@ -5,11 +5,11 @@ The runner asks three times a step: :meth:`Admission.choose` before drafting (on
 algorithms are ``dspark.decoding.schedule``'s; this file gives them what they work on: survivals,
 costs, and the other requests of the step.
 
-*Two guards*, both decided by past steps. Drafting must promise ``min_gain`` over plain decoding, or
-a request is bypassed: its context rows are still written, so it can be tried again later at full
-acceptance. And trimming must have promised ``min_gain`` over verifying everything, or everything is
-verified: at low load a few tokens more cost nothing, and trimming only loses some. The first blocks
-of a mode are all drafted and verified, to learn from.
+*Three guards*, decided by past steps. Drafting must promise ``min_gain`` over plain decoding, or a
+request is bypassed: its context rows are still written, so it can be tried again later at full
+acceptance. Promises must have been kept, or nobody drafts for a while. Trimming must have promised
+``min_gain`` over verifying everything, or everything is verified: at low load a few tokens more
+cost nothing. The first blocks of a mode are all drafted and verified, to learn from.
 
 Without a cost table nothing can be weighed: ``sync`` and ``async`` then verify all, and
 :attr:`Admission.banner` says so.
@@ -31,7 +31,7 @@ from dspark.decoding.estimator import Signals
 from dspark.decoding.params import SchedulerName
 from dspark.decoding.schedule import Floats, Ints
 from dspark.engine.confidence import Confidence, Mode
-from dspark.engine.history import MOST_WAIT, PROBING, SHARED, Tally, Track
+from dspark.engine.history import MOST_WAIT, PROBING, SHARED, Realized, Tally, Track
 from dspark.engine.request import Request
 
 if TYPE_CHECKING:
@@ -40,9 +40,8 @@ if TYPE_CHECKING:
 
 # Requests beyond this many are weighed every fourth step, not every step.
 MANY = 64
-# Steps that repeat a decision to draft for all and verify all, or to draft for nobody, unweighed.
-# Weighing is little work but on cold caches, behind a pass over all weights: about 1 ms in a step
-# of 25 on two cores.
+# Steps that repeat a decision to draft for all and verify all, or to draft for nobody, unweighed:
+# weighing is little work but on cold caches, about 1 ms in a step of 25 on two cores.
 COAST = 7
 # Blocks in a row of which nothing was accepted that end such a pause: drafting may no longer pay.
 MISSES = 2
@@ -96,6 +95,7 @@ class Admission:
         self._steps = 0
         self._weighed = False
         self._coasting: set[Request] = set()
+        self._realized, self._hoped = Realized(), False
         self._coast = 0
         self.limit = min(self.slots, self.options.draft_tokens or self.slots)
 
@@ -189,6 +189,11 @@ class Admission:
         """What became of the step: accepted tokens by request, and what it took in seconds."""
         if self.costs is not None and self._weighed:
             self.costs.observe(drafted, drafting, tokens, verifying)
+        if self.costs is not None and drafted:
+            count = len(accepted)
+            plain = count / float(self.costs.verify_seconds(count)[count])
+            rate = (count + sum(accepted.values())) / (drafting + verifying)
+            self._realized.add(count, rate / plain - 1.0, hoped=self._hoped)
         live, self._live = self._live, None
         for request in accepted if drafted else ():
             if (track := self.tracks.get(request)) is not None and track.drafts:
@@ -248,7 +253,7 @@ class Admission:
         assert self.costs is not None
         if len(flexible) > MANY and self._steps % 4:
             return
-        known: list[tuple[Track, Floats]] = []
+        self._hoped, known = False, list[tuple[Track, Floats]]()
         for request in flexible:
             track = tracks[request]
             predicted = track.predict(self._shared[track.mode])
@@ -276,6 +281,8 @@ class Admission:
             gain=self.options.min_gain,
         )
         count = len(requests)
+        self._hoped = bool(worth.any()) and not self._realized.forbids(count)
+        worth &= self._hoped
         share = self.costs.draft_seconds(count)[count] / self.costs.verify_seconds(most)[count]
         least_wait = min(float(share) / PROBING, MOST_WAIT)
         for (track, _), pays in zip(known, worth.tolist(), strict=True):

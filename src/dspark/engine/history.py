@@ -8,7 +8,7 @@ Everything here is past: nothing of the block that is being drawn. So it may dec
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -59,6 +59,37 @@ class Tally:
         fade = FADE if weight >= OWN else 1 - SHARED
         self.expected = fade * self.expected + float(survival[:admitted].sum())
         self.accepted = fade * self.accepted + accepted
+
+
+# Weight of the newest step in what drafting gained.
+NEWEST = 0.1
+# Drafting that lost more than this share pauses; each step that is weighed forgets a little of it.
+LOSS, FORGIVEN = -0.03, 0.97
+
+
+@dataclass
+class Realized:
+    """Whether drafting kept its promise: mean gain of steps that drafted over plain ones.
+
+    Kept by the number of requests, to a factor of two: what pays for one may not for thirty.
+    """
+
+    gains: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, requests: int, gained: float, *, hoped: bool) -> None:
+        """A step of ``requests``, some of which drafted, emitted 1 + ``gained`` times the tokens a
+        second of a plain step. Mere tries (not ``hoped``) count when they gain."""
+        if hoped or gained > 0:
+            size = requests.bit_length()
+            self.gains[size] += NEWEST * (gained - self.gains[size])
+
+    def forbids(self, requests: int) -> bool:
+        """Whether drafting lost too much lately; asked once for each step that would draft."""
+        size = requests.bit_length()
+        if self.gains[size] >= LOSS:
+            return False
+        self.gains[size] *= FORGIVEN
+        return True
 
 
 @dataclass
