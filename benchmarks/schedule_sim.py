@@ -8,7 +8,7 @@ place. A step drafts, admits by a scheduler, emits what the record says was acce
 admitted (and one token more), and takes what a cost curve says. Confidences are calibrated on the
 record itself. ``fixed`` and ``threshold`` draft for everybody; ``sync`` and ``async`` leave out
 requests whose earlier blocks say that drafting does not pay, and try them again after 8 steps, 16,
-32 and so on to 64, as the engine does.
+32 and so on to 64, much as the engine does.
 
 Simplifications: a request goes on to its next recorded block however much of this one was admitted,
 and a block that block verification accepted counts from its front.

@@ -29,9 +29,9 @@ PRIOR_BLOCKS = 0.5
 # Blocks that a mode learns from, all drafted and all verified, before anything is left out.
 LEAST_BLOCKS = 32
 # Steps without drafting before a request is tried again; doubled after each try in vain.
-FIRST_WAIT, MOST_WAIT = 8, 64
+FIRST_WAIT, MOST_WAIT = 8, 128
 # Share of a step's time that trying again may take on average.
-PROBING = 0.015
+PROBING = 0.01
 
 
 @dataclass
@@ -134,7 +134,7 @@ class Track:
             self.drafts, self.probing, self.wait = True, False, FIRST_WAIT
             return
         if self.probing:
-            self.wait = min(2 * self.wait, MOST_WAIT)
+            self.wait = min(2 * max(self.wait, math.ceil(least_wait)), MOST_WAIT)
         self.due = math.ceil(max(self.wait, least_wait)) - self.idle
         self.drafts = self.probing = self.due <= 0
         self.idle += 1
