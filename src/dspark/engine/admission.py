@@ -189,7 +189,7 @@ class Admission:
         """What became of the step: accepted tokens by request, and what it took in seconds."""
         if self.costs is not None and self._weighed:
             self.costs.observe(drafted, drafting, tokens, verifying)
-        if self.costs is not None and drafted:
+        if self.costs is not None and drafted and not self.costs.frozen:
             count = len(accepted)
             plain = count / float(self.costs.verify_seconds(count)[count])
             rate = (count + sum(accepted.values())) / (drafting + verifying)

@@ -29,7 +29,7 @@ PRIOR_BLOCKS = 0.5
 # Blocks that a mode learns from, all drafted and all verified, before anything is left out.
 LEAST_BLOCKS = 32
 # Steps without drafting before a request is tried again; doubled after each try in vain.
-FIRST_WAIT, MOST_WAIT = 8, 128
+FIRST_WAIT, MOST_WAIT = 8, 64
 # Share of a step's time that trying again may take on average.
 PROBING = 0.01
 
