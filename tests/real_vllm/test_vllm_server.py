@@ -167,7 +167,7 @@ def test_conversations_are_written_turn_by_turn_as_our_own_engine_writes_them(
         for verb, words in (("prompts", []), ("regenerate", more)):
             done = dspark(
                 verb, str(pair.recipe), f"output={tmp_path / name}", source,
-                "regenerate.max_new_tokens=48", *words,
+                "regenerate.max_new_tokens=48", "regenerate.temperatures=[0]", *words,
             )  # fmt: skip
             assert done.returncode == 0, done.stderr
         rows.append({a.id: a for a in read_answers(tmp_path / name / "answers")})
