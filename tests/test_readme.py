@@ -245,7 +245,7 @@ def scheduler_row(row: dict[str, Any]) -> str:
 def test_the_table_of_schedulers_is_what_was_measured() -> None:
     found = json.loads((ROOT / "benchmarks/results/scheduler.json").read_text(encoding="utf-8"))
     page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
-    assert len(found["rows"]) == 24
+    assert {row["batch"] for row in found["rows"]} == {1, 8, 32}
     for row in found["rows"]:
         assert scheduler_row(row) in page
         assert row["commit"] in page
