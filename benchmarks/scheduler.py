@@ -199,7 +199,6 @@ def measured(
         ]
     scheduled = arms["scheduled"]
     return {
-        "commit": origin_of("").commit,
         "batch": len(batches[0]),
         "prompts": sum(map(len, batches)),
         "text": kind,
@@ -240,6 +239,9 @@ def main() -> None:
     }
     print(engines["scheduled"].banner, flush=True)
     rows: list[dict[str, Any]] = []
+    origin = origin_of(
+        f"python benchmarks/scheduler.py {options.run} --batch N --out {options.out}"
+    )
     count = max(options.batch, options.prompts)
     for kind, prompts in texts(target, count).items():
         if options.kinds and kind.split()[0] not in options.kinds:
@@ -249,22 +251,23 @@ def main() -> None:
             for i in range(0, count - options.batch + 1, options.batch)
         ]
         for temperature in (0.0, 1.0):
-            rows.append(measured(engines, kind, batches, temperature, options))
+            row = measured(engines, kind, batches, temperature, options)
+            rows.append({"commit": origin.commit, **row})
             print(json.dumps(rows[-1]), flush=True)
     costs = engines["scheduled"].core.admission.costs
-    save(options, rows, None if costs is None else costs.as_json())
+    save(options, rows, origin.model_dump(), None if costs is None else costs.as_json())
 
 
-def save(options: argparse.Namespace, rows: list[dict[str, Any]], costs: Any) -> None:
+def save(
+    options: argparse.Namespace, rows: list[dict[str, Any]], origin: dict[str, Any], costs: Any
+) -> None:
     old = json.loads(options.out.read_text()) if options.out.exists() else {"rows": []}
     names = {(row["batch"], row["text"]) for row in rows}
     kept = [row for row in old["rows"] if (row["batch"], row["text"]) not in names]
     result = {
         "what": "steady decoding, tokens a second over all requests; ratios with 95 % intervals",
         "scheduler": options.scheduler,
-        **origin_of(
-            f"python benchmarks/scheduler.py {options.run} --batch N --out {options.out}"
-        ).model_dump(),
+        **origin,
         "torch_threads": torch.get_num_threads(),
         "rows": sorted(kept + rows, key=lambda r: (r["batch"], r["text"], r["temperature"])),
         "costs": {**old.get("costs", {}), str(options.batch): costs},

@@ -122,7 +122,7 @@ def test_a_settled_decision_stands_for_a_few_steps_and_the_text_stays(pair: Pair
     assert drafted == admitted > accepted
     assert engine.admission.drafting + engine.admission.bypassed == steps
     rest = steps - LEAST_BLOCKS
-    assert LEAST_BLOCKS + rest / (COAST + 1) <= len(weighed) < LEAST_BLOCKS + rest / 2
+    assert LEAST_BLOCKS + rest / (COAST + 1) <= len(weighed) < LEAST_BLOCKS + rest / 3
 
 
 def test_nobody_is_weighed_again_before_it_is_due(pair: Pair) -> None:

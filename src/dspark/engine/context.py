@@ -35,8 +35,8 @@ class _Late:
 
 
 class ContextRows:
-    """Writes rows of ``drafter`` (None: there is nothing to write) into ``rows``, whose layers from
-    ``first_layer`` on are the draft's.
+    """Writes rows of ``drafter`` (None: nothing is late or written) into ``rows``, whose layers
+    from ``first_layer`` on are the draft's.
 
     ``wait`` False: never late. Snapshots of a hybrid target need complete pages at once.
     """
@@ -50,8 +50,7 @@ class ContextRows:
 
     def write(self, taps: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Rows of tokens with states [M, L, H] at ``positions`` [M] into ``slots`` [M]."""
-        if self.drafter is None:
-            return
+        assert self.drafter is not None, "without a draft there are no rows"
         for layer, rows in enumerate(self.drafter.context_rows(taps, positions)):
             self.rows.write(self.first_layer + layer, slots, rows)
 

@@ -174,16 +174,16 @@ class EngineCore:
         results = self.runner.step(plan)
         ended = time.perf_counter()
         for result in results:
-            answer = self._answers[result.request]
+            request = result.request
+            answer = self._answers[request]
             answer.take(result)
             if answer.count is not None and self.totals is not None:
                 self.totals.add(answer.count)
             # Rows behind a trimmed end belong to no token that is kept.
-            request = result.request
             late = self.runner.context.missing(request)
             self.scheduler.advance(request, min(result.rows, request.length), late)
             if result.snapshot is not None:
-                self.pool.keep_state(result.request.table, result.snapshot)
+                self.pool.keep_state(request.table, result.snapshot)
             if answer.finish_reason is not None:
                 self._retire(answer)
             if result.tokens:

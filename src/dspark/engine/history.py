@@ -32,6 +32,10 @@ LEAST_BLOCKS = 32
 FIRST_WAIT, MOST_WAIT = 8, 64
 # Share of a step's time that trying again may take on average.
 PROBING = 0.01
+# Weight of the newest step in what drafting gained.
+NEWEST = 0.1
+# Drafting that lost more than this share pauses; each step that is weighed forgets a little of it.
+LOSS, FORGIVEN = -0.03, 0.97
 
 
 @dataclass
@@ -59,12 +63,6 @@ class Tally:
         fade = FADE if weight >= OWN else 1 - SHARED
         self.expected = fade * self.expected + float(survival[:admitted].sum())
         self.accepted = fade * self.accepted + accepted
-
-
-# Weight of the newest step in what drafting gained.
-NEWEST = 0.1
-# Drafting that lost more than this share pauses; each step that is weighed forgets a little of it.
-LOSS, FORGIVEN = -0.03, 0.97
 
 
 @dataclass

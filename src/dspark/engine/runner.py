@@ -117,6 +117,8 @@ class Runner:
 
     def write_context(self, taps: Tensor, span: PagedSpan, kept: Tensor | None) -> None:
         """Context rows of flat tokens ``kept`` (None: all) of a forward."""
+        if self.drafter is None:
+            return
         positions, slots = span.positions[0], span.slots
         if kept is not None:
             taps, positions, slots = taps[kept], positions[kept], slots[kept]
