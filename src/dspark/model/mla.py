@@ -149,13 +149,18 @@ class LatentAttention(nn.Module):
             expansion = self.kv_b_proj.weight.view(d.heads, d.nope + d.v, d.kv_lora)
         assert expansion is not None, "prepare_serving() must be called before packing"
         up_key, up_value = torch.split(expansion, [d.nope, d.v], 1)
-        lifted = torch.matmul(nope.transpose(1, 2), up_key.to(nope.dtype))
+        count, tokens = nope.shape[:2]
+        lifted = torch.einsum("bthn,hnl->bhtl", nope, up_key.to(nope.dtype))
         query = torch.cat([lifted, roped.transpose(1, 2)], -1)
-        scores = torch.matmul(query, rows.unsqueeze(1).transpose(-1, -2)) * self.scale
+        # Heads are more queries over the same rows. As a batch of their own, they would each get a
+        # copy of all rows first: three quarters of a draft pass for 32 requests on a CPU.
+        scores = torch.bmm(query.flatten(1, 2), rows.transpose(1, 2)) * self.scale
+        scores = scores.view(count, d.heads, tokens, -1)
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         weights = torch.softmax(scores.float(), dim=-1).to(rows.dtype)
         if mask is not None:
             weights = weights.masked_fill(~mask, 0.0)  # a row without keys gives zeros, not NaN
-        latent = torch.matmul(weights, rows[..., : d.kv_lora].unsqueeze(1))
-        return torch.matmul(latent, up_value.transpose(-1, -2).to(latent.dtype)).transpose(1, 2)
+        latent = torch.bmm(weights.flatten(1, 2), rows[..., : d.kv_lora])
+        latent = latent.view(count, d.heads, tokens, -1)
+        return torch.einsum("bhtl,hvl->bthv", latent, up_value.to(latent.dtype))
