@@ -48,14 +48,17 @@ def close(found: Tensor, wanted: Tensor, tolerance: float = 1e-5) -> None:
     seed=st.integers(0, 1000),
 )
 def test_blocks_equal_the_rule_token_by_token(length, block, strength, seed) -> None:
-    parts = made(length, strength, seed)
-    outs, states = naive(*parts)
-    out, start, updates = solve(*parts, block=block)
-    close(out, outs)
-    held = updates.key.shape[2]
-    assert held == min(length, block)
-    close(start, states[length - held])
-    close(state_after(start, updates, None), states[-1])
+    single = made(length, strength, seed)
+    outs, states = naive(*single)
+    # Decays summed to thousands leave float32 few digits for their differences.
+    exact = [([x.double() for x in single], 1e-10)]
+    for parts, tolerance in [*exact, (single, 1e-5)] if strength <= 2 else exact:
+        out, start, updates = solve(*parts, block=block)
+        close(out, outs, tolerance)
+        held = updates.key.shape[2]
+        assert held == min(length, block)
+        close(start, states[length - held], tolerance)
+        close(state_after(start, updates, None), states[-1], tolerance)
 
 
 @settings(deadline=None, max_examples=30)

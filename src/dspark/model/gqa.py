@@ -11,6 +11,8 @@ treat both alike, so a cached row is simply ``[keys | values]`` of one token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -78,22 +80,22 @@ class GroupedAttention(nn.Module):
             key, value = cache.append(self.layer, span, k, value)
         else:
             key, value = k.transpose(1, 2), value.transpose(1, 2)
-        out = self._attend(span.spread(q).transpose(1, 2), key, value, span)
-        mixed: Tensor = self.o_proj(span.flatten(out.transpose(1, 2)).flatten(-2))
+        mixed: Tensor = self.o_proj(span.over(self._attend, (q,), (key, value)).flatten(-2))
         return mixed
 
-    def _attend(self, q: Tensor, key: Tensor, value: Tensor, span: Span) -> Tensor:
-        """q [B, heads, T, d] over key/value [B, kv_heads, N, d] -> [B, heads, T, d]."""
-        if len(q) == 1 or q.shape[2] > SHORT or span.causal:
-            return F.scaled_dot_product_attention(
-                q,
-                key,
-                value,
-                attn_mask=span.mask,
-                is_causal=span.causal,
+    def _attend(
+        self, queries: Sequence[Tensor], rows: Sequence[Tensor], mask: Tensor | None, causal: bool
+    ) -> Tensor:
+        """q [B, T, heads, d] over key, value [B, kv_heads, N, d] -> [B, T, heads, d]."""
+        q, (key, value) = queries[0].transpose(1, 2), rows
+        if len(q) == 1 or q.shape[2] > SHORT or causal:
+            out = F.scaled_dot_product_attention(
+                q, key, value, attn_mask=mask, is_causal=causal,
                 enable_gqa=self.heads != self.kv_heads,
-            )
-        return attend_few(q, key, value, span.mask)
+            )  # fmt: skip
+        else:
+            out = attend_few(q, key, value, mask)
+        return out.transpose(1, 2)
 
 
 class GroupedBlockAttention(nn.Module):

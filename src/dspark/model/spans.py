@@ -8,12 +8,20 @@ pages. Where rows and states lie is none of its business (``dspark.model.cache``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+Attend = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor | None, bool], Tensor]
+"""``(queries, rows, mask, causal)`` -> [B, T, ...]: queries [B, T, ...] over rows [B, ..].
+
+``mask`` and ``causal`` are a :class:`Span`'s."""
+
+SAVED = 16  # padding queries that are worth a group of their own, at least
 
 
 @dataclass(frozen=True)
@@ -52,13 +60,9 @@ class Span:
         mask = (keys <= positions.unsqueeze(-1)).unsqueeze(1)
         return Span(positions, None, reach, mask, causal=False)
 
-    def spread(self, x: Tensor) -> Tensor:
-        """Queries as attention wants them, [B, T, ...]: as they are here."""
-        return x
-
-    def flatten(self, x: Tensor) -> Tensor:
-        """The inverse of :meth:`spread`."""
-        return x
+    def over(self, attend: Attend, queries: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
+        """``attend`` for queries as the forward has them, here [B, T, ...]; rows [B, ...]."""
+        return attend(queries, rows, self.mask, self.causal)
 
 
 class Segment(NamedTuple):
@@ -114,68 +118,115 @@ class Reads:
 
 
 @dataclass(frozen=True)
+class Group:
+    """Neighbouring requests whose queries are padded to one length and attend together.
+
+    ``requests`` and ``tokens`` are where they lie in the batch and in the flat row. Where lengths
+    differ, ``padding`` [B, T] says which flat token stands where (the last one repeated), and
+    ``kept`` [tokens] where each flat token is found again.
+    """
+
+    requests: slice
+    tokens: slice
+    mask: Tensor | None
+    padding: Tensor | None
+    kept: Tensor | None
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Flat [1, total, ...] -> [B, T, ...]."""
+        if self.padding is not None:
+            return x[0][self.padding]
+        count = self.requests.stop - self.requests.start
+        flat = x[0] if self.tokens == slice(None) else x[0, self.tokens]
+        return torch.unflatten(flat, 0, (count, -1))
+
+    def flatten(self, x: Tensor) -> Tensor:
+        """[B, T, ...] -> the group's part of the flat row, [1, tokens, ...]."""
+        flat = x.flatten(0, 1)
+        return (flat if self.kept is None else flat[self.kept]).unsqueeze(0)
+
+
+@dataclass(frozen=True)
 class PagedSpan(Span):
     """New tokens of several requests in one flat row: ``positions`` [1, total].
 
     ``slots`` [total] are the rows they are written to, ``reads`` what attention sees. ``lengths``
-    are the tokens per request; ``widest`` the largest. When they differ, ``padding`` [B, widest]
-    says which flat token stands where (the last one repeated), and ``kept`` [total] where each flat
-    token is found again.
+    are the tokens per request. ``mask`` is that of the only group, None if there are more.
     """
 
     slots: Tensor
     reads: Reads
     lengths: tuple[int, ...]
-    padding: Tensor | None
-    kept: Tensor | None
+    groups: tuple[Group, ...]
 
     @staticmethod
     def of(
         segments: Sequence[Segment], page_size: int, spare: int, device: torch.device
     ) -> PagedSpan:
-        """The span of ``segments``, each with at least one token."""
+        """The span of ``segments``, each with at least one token.
+
+        Attention pads queries, so segments of like length should be neighbours.
+        """
         ends = [s.start + s.length for s in segments]
         reads = Reads.of([s.pages for s in segments], ends, page_size, spare, device)
         lengths = tuple(s.length for s in segments)
         wide = max(lengths)
         starts = torch.tensor([s.start for s in segments], device=device).unsqueeze(-1)
-        steps = torch.arange(wide, device=device)
         last = torch.tensor(lengths, device=device).unsqueeze(-1) - 1
+        steps = torch.arange(wide, device=device)
         batch = starts + torch.minimum(steps, last)  # padding queries repeat the last token
-        padding = kept = None
-        if min(lengths) == wide:
-            positions, slots = batch.flatten(), reads.rows.gather(1, batch).flatten()
-        else:
+        positions, slots = batch.flatten(), reads.rows.gather(1, batch).flatten()
+        if min(lengths) != wide:
             real = (steps <= last).flatten()
-            kept = real.nonzero().squeeze(-1)
-            offsets = torch.cumsum(last + 1, 0) - last - 1
-            padding = offsets + torch.minimum(steps, last)
-            positions, slots = batch.flatten()[kept], reads.rows.gather(1, batch).flatten()[kept]
-        mask, causal = _visible(batch, segments, reads.length, device)
+            positions, slots = positions[real], slots[real]
+        if len(segments) == 1:
+            seen, causal = _alone(segments[0], batch, reads.length)
+            groups = [Group(slice(0, 1), slice(None), seen, None, None)]
+        else:
+            causal = False
+            keys = torch.arange(reads.length, device=device)
+            mask = (keys <= batch.unsqueeze(-1)).unsqueeze(1)
+            groups = list(_groups(lengths, last, mask))
+        only = groups[0].mask if len(groups) == 1 else None
         return PagedSpan(
-            positions.unsqueeze(0), None, reads.length, mask, causal, slots, reads, lengths,
-            padding, kept,
+            positions.unsqueeze(0), None, reads.length, only, causal, slots, reads, lengths,
+            tuple(groups),
         )  # fmt: skip
 
-    def spread(self, x: Tensor) -> Tensor:
-        """Flat [1, total, ...] -> [B, widest, ...]."""
-        if self.padding is not None:
-            return x[0][self.padding]
-        return torch.unflatten(x[0], 0, (len(self.lengths), -1))
-
-    def flatten(self, x: Tensor) -> Tensor:
-        """[B, widest, ...] -> flat [1, total, ...]."""
-        flat = x.flatten(0, 1)
-        return (flat if self.kept is None else flat[self.kept]).unsqueeze(0)
+    def over(self, attend: Attend, queries: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
+        """``attend`` for flat queries [1, total, ...] -> [1, total, ...]; rows [B, ...]."""
+        out = []
+        for group in self.groups:
+            own = rows if len(self.groups) == 1 else [r[group.requests] for r in rows]
+            spread = [group.spread(q) for q in queries]
+            out.append(group.flatten(attend(spread, own, group.mask, self.causal)))
+        return out[0] if len(out) == 1 else torch.cat(out, 1)
 
 
-def _visible(
-    batch: Tensor, segments: Sequence[Segment], reach: int, device: torch.device
-) -> tuple[Tensor | None, bool]:
-    """(mask, causal): token at position p sees keys 0..p."""
-    if len(segments) == 1 and segments[0].length == 1:
+def _groups(lengths: Sequence[int], last: Tensor, mask: Tensor) -> Iterator[Group]:
+    """One group, or two where that saves much padding; ``last`` [B, 1] is ``lengths`` less one,
+    ``mask`` [B, 1, T, N] that of all."""
+    count, ends = len(lengths), list(accumulate(lengths, initial=0))
+    before = list(accumulate(lengths, max))
+    behind = list(accumulate(reversed(lengths), max))[::-1]
+    cut = min(range(1, count), key=lambda i: i * before[i - 1] + (count - i) * behind[i])
+    saved = count * max(lengths) - cut * before[cut - 1] - (count - cut) * behind[cut]
+    for low, high in ((0, cut), (cut, count)) if saved >= SAVED else ((0, count),):
+        own, wide = last[low:high], max(lengths[low:high])
+        padding = kept = None
+        if min(lengths[low:high]) != wide:
+            steps = torch.arange(wide, device=last.device)
+            kept = (steps <= own).flatten().nonzero().squeeze(-1)
+            offsets = torch.cumsum(own + 1, 0) - own - 1 + ends[low]
+            padding = offsets + torch.minimum(steps, own)
+        tokens = slice(ends[low], ends[high])
+        yield Group(slice(low, high), tokens, mask[low:high, :, :wide], padding, kept)
+
+
+def _alone(segment: Segment, at: Tensor, reach: int) -> tuple[Tensor | None, bool]:
+    """(mask, causal) of one request with tokens ``at`` [1, T]: each sees keys up to itself."""
+    if segment.length == 1:
         return None, False
-    if len(segments) == 1 and segments[0].start == 0:
+    if segment.start == 0:
         return None, True
-    seen = torch.arange(reach, device=device) <= batch.unsqueeze(-1)
-    return (seen[0] if len(segments) == 1 else seen.unsqueeze(1)), False
+    return torch.arange(reach, device=at.device) <= at[0].unsqueeze(-1), False

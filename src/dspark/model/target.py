@@ -8,6 +8,7 @@ tapped layers, so capture and decoding read the very same tensors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -123,17 +124,21 @@ class LatentTargetAttention(nn.Module):
         rows = self.core.rows(x, rotation)
         if cache is not None:
             rows = cache.append(self.layer, span, rows.unsqueeze(2))[0].squeeze(1)
-        nope, roped = (span.spread(q) for q in self.core.queries(x, rotation))
-        if nope.shape[1] <= SHORT and not span.causal:
-            # Reading latent rows as they lie beats expanding the whole context for few queries.
-            out = self.core.attend_absorbed(nope, roped, rows, span.mask)
-        else:
-            out = self.core.attend(nope, roped, rows, span.mask, causal=span.causal)
-        heads = span.flatten(out).flatten(-2)
+        queries = self.core.queries(x, rotation)
+        heads = span.over(self._attend, queries, (rows,)).flatten(-2)
         if self.g_proj is not None:
             heads = heads * self.g_proj(x).sigmoid()
         mixed: Tensor = self.core.o_proj(heads)
         return mixed
+
+    def _attend(
+        self, queries: Sequence[Tensor], rows: Sequence[Tensor], mask: Tensor | None, causal: bool
+    ) -> Tensor:
+        (nope, roped), (latent,) = queries, rows
+        if nope.shape[1] <= SHORT and not causal:
+            # Reading latent rows as they lie beats expanding the whole context for few queries.
+            return self.core.attend_absorbed(nope, roped, latent, mask)
+        return self.core.attend(nope, roped, latent, mask, causal=causal)
 
 
 def _mixer(config: TargetConfig, layer: int) -> nn.Module:
