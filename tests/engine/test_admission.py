@@ -15,7 +15,7 @@ from dspark.decoding.params import SamplingParams
 from dspark.engine.admission import COAST
 from dspark.engine.confidence import Confidence, Mode
 from dspark.engine.cost_file import fingerprint, read_costs, write_costs
-from dspark.engine.history import LEAST_BLOCKS, SHARED, Realized, Tally, Track
+from dspark.engine.history import ALLOWED, LEAST_BLOCKS, SHARE
 from dspark.engine.measure import measure_costs, sizes
 from dspark.engine.recording import record_blocks
 from dspark.errors import DecodingError
@@ -140,43 +140,27 @@ def test_nobody_is_weighed_again_before_it_is_due(pair: Pair) -> None:
     assert tried >= 4, "every request is tried"
 
 
-def test_a_mode_that_does_well_does_not_keep_up_hope_for_a_request_that_does_not() -> None:
-    """Orders and sums share a mode: sums once drafted eighteen blocks in a row for nothing."""
-    good = np.array([0.9, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1])
-    shared = Tally()
-    for _ in range(64):
-        shared.add(good, 7, 3, SHARED)
-    track = Track(Mode("greedy", True, 0.0), "sync")
-    hopeful = np.array([0.8, 0.6, 0.4, 0.3, 0.2, 0.1, 0.1])
-    left = []
-    for _ in range(5):
-        track.add(hopeful, 7, 0)
-        predicted = track.predict(shared)
-        assert predicted is not None
-        left.append(float(predicted.sum()))
-    assert left[0] > 0.9, "one poor block does not make a poor request"
-    assert left[3] < 0.5, "four do"
+def test_no_request_drafts_while_too_much_is_owed_and_all_do_afterwards(pair: Pair) -> None:
+    engine = scheduled(pair, "sync", costs(1e-6))
+    asked = greedy(max_new_tokens=64, ignore_eos=True)
+    run(engine, pair.prompts[:8], asked)
+    admission = engine.admission
+    admission.costs.frozen = False
+    admission._debt.owed[1] = ALLOWED + 19.5 * SHARE
+    before, bypassed = admission.drafting, admission.bypassed
+    done = run(engine, pair.prompts[:1], asked)
+    assert admission.bypassed - bypassed >= 20
+    assert admission.drafting > before, "afterwards it drafts"
+    plain = run(pair.engine(draft=False), pair.prompts[:1], asked)
+    assert [c.ids for c in done] == [c.ids for c in plain]
 
 
-def test_drafting_that_broke_its_promise_pauses_for_this_many_requests_only() -> None:
-    realized = Realized()
-    for _ in range(3):
-        assert not realized.forbids(32)
-        realized.add(32, -0.09, hoped=False)
-    assert not realized.forbids(32), "mere tries cost what they are allowed to"
-    for _ in range(5):
-        realized.add(32, -0.09, hoped=True)
-    assert realized.forbids(32)
-    assert not realized.forbids(4)
-    pause = 1
-    while realized.forbids(33):  # the same size, to a factor of two
-        pause += 1
-    assert 5 < pause < 40, "it is tried again"
-    for _ in range(3):
-        realized.add(32, -0.09, hoped=True)
-    assert realized.forbids(32)
-    realized.add(32, 1.0, hoped=False)
-    assert not realized.forbids(32), "a try that gains ends the pause at once"
+def test_what_fixed_requests_lose_is_not_owed_by_others(pair: Pair) -> None:
+    engine = scheduled(pair, "sync", costs(1e-6))
+    engine.admission.costs.frozen = False
+    params = [greedy(scheduler=name) for name in ("fixed", "sync")]
+    run(engine, pair.prompts[:2], params)
+    assert not any(engine.admission._debt.owed.values())
 
 
 def test_what_costs_promise_and_steps_do_not_keep_is_left(pair: Pair) -> None:

@@ -28,7 +28,7 @@ from dspark.errors import DecodingError
 # One step moves the knots at its own size by this share of the (logarithmic) difference ..
 NEAR = 0.15
 # .. and every other knot by this share.
-FAR = 0.03
+FAR = 0.1
 # A step moves the curve no further than these ratios would. Disturbances only make it longer (the
 # first step of a size also makes its kernels), and a size that is then avoided is not seen again.
 FASTER, SLOWER = 0.5, 1.25

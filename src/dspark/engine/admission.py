@@ -7,7 +7,8 @@ costs, and the other requests of the step.
 
 *Three guards*, decided by past steps. Drafting must promise ``min_gain`` over plain decoding, or a
 request is bypassed: its context rows are still written, so it can be tried again later at full
-acceptance. Promises must have been kept, or nobody drafts for a while. Trimming must have promised
+acceptance. Drafting must not have lost more than 1 % of the time, or nobody drafts for a while,
+whatever is promised. Trimming must have promised
 ``min_gain`` over verifying everything, or everything is verified: at low load a few tokens more
 cost nothing. The first blocks of a mode are all drafted and verified, to learn from.
 
@@ -31,7 +32,7 @@ from dspark.decoding.estimator import Signals
 from dspark.decoding.params import SchedulerName
 from dspark.decoding.schedule import Floats, Ints
 from dspark.engine.confidence import Confidence, Mode
-from dspark.engine.history import MOST_WAIT, PROBING, SHARED, Realized, Tally, Track
+from dspark.engine.history import SHARED, Debt, Tally, Track
 from dspark.engine.request import Request
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ RECENT = 0.2
 
 @dataclass
 class Live:
-    """The blocks of the step at hand: one row each. ``whole`` says which were drafted and admitted
-    to the last slot, ``untrimmed`` whether all were admitted as far as they were drafted."""
+    """The blocks of the step at hand: one row each. ``untrimmed``: all were admitted as far as they
+    were drafted."""
 
     requests: list[Request]
     tracks: list[Track]
@@ -60,10 +61,6 @@ class Live:
     survival: Floats
     widths: Ints
     untrimmed: bool
-
-    @property
-    def whole(self) -> list[bool]:
-        return [bool(width == self.survival.shape[1]) for width in self.widths]
 
 
 Record = Callable[[Live, Ints], None]
@@ -95,7 +92,7 @@ class Admission:
         self._steps = 0
         self._weighed = False
         self._coasting: set[Request] = set()
-        self._realized, self._hoped = Realized(), False
+        self._debt, self._unasked = Debt(), False
         self._coast = 0
         self.limit = min(self.slots, self.options.draft_tokens or self.slots)
 
@@ -132,6 +129,7 @@ class Admission:
         self._weighed, self._coast, self._coasting = True, 0, set(able)
         tracks = {r: self.open(r, samplers[r]) for r in able}
         flexible = [r for r in able if self._kind(tracks[r]) != "fixed"]
+        self._unasked = len(flexible) < len(able)  # others should not pay back what these lose
         if flexible and self.costs is not None:
             self._weigh(requests, tracks, flexible)
         chosen = [r for r in able if tracks[r].drafts]
@@ -189,11 +187,15 @@ class Admission:
         """What became of the step: accepted tokens by request, and what it took in seconds."""
         if self.costs is not None and self._weighed:
             self.costs.observe(drafted, drafting, tokens, verifying)
-        if self.costs is not None and drafted and not self.costs.frozen:
-            count = len(accepted)
-            plain = count / float(self.costs.verify_seconds(count)[count])
-            rate = (count + sum(accepted.values())) / (drafting + verifying)
-            self._realized.add(count, rate / plain - 1.0, hoped=self._hoped)
+        count = len(accepted)
+        if self.costs is not None and not (self.costs.frozen or self._unasked):
+            if drafted:
+                plain = float(self.costs.verify_seconds(count)[count])
+                lost = (drafting + verifying) / plain - 1.0 - sum(accepted.values()) / count
+                self._debt.add(count, lost)
+                self._coast *= not self._debt.rest(count)
+            else:
+                self._debt.pay(count)
         live, self._live = self._live, None
         for request in accepted if drafted else ():
             if (track := self.tracks.get(request)) is not None and track.drafts:
@@ -213,7 +215,7 @@ class Admission:
             track.add(survival, width, got)
             self._shared[track.mode].add(survival, width, got, SHARED)
         everyone = live.untrimmed and set(live.requests) == self._coasting and not self.record
-        settled = everyone and all(map(self._settled, live.tracks))
+        settled = everyone and all(map(self._settled, live.tracks)) and not self._debt.rest(count)
         # A request that is new is known by what others of its mode did: not for long.
         seen = min(track.own.blocks for track in live.tracks)
         self._coast = min(COAST, 2 ** (seen + 1)) if settled else 0
@@ -253,19 +255,22 @@ class Admission:
         assert self.costs is not None
         if len(flexible) > MANY and self._steps % 4:
             return
-        self._hoped, known = False, list[tuple[Track, Floats]]()
+        count, known = len(requests), list[tuple[Track, Floats]]()
+        rest = self._debt.rest(count)
         for request in flexible:
-            track = tracks[request]
-            predicted = track.predict(self._shared[track.mode])
-            if predicted is None:
-                track.first(self._shared[track.mode])
+            track, shared = tracks[request], self._shared[tracks[request].mode]
+            predicted = track.predict(shared)
+            if rest and not shared.young:
+                track.pause(rest)
+            elif predicted is None:
+                track.first(shared)
             else:
                 predicted[min(request.room - 1, self.limit) :] = 0.0
                 known.append((track, predicted))
         if not known:
             return
         sure = [r for r in tracks if self._kind(tracks[r]) == "fixed"]
-        tokens, emitted = len(requests), float(len(requests))
+        tokens, emitted = count, float(count)
         for request in sure:
             predicted = tracks[request].predict(self._shared[tracks[request].mode])
             tokens += min(self.limit, request.room - 1)
@@ -273,24 +278,19 @@ class Admission:
         most = tokens + len(known) * self.slots
         worth = schedule.worth_drafting(
             np.stack([predicted for _, predicted in known]),
-            self.costs.draft_seconds(len(requests)),
+            self.costs.draft_seconds(count),
             self.costs.verify_seconds(most),
             tokens=tokens,
             emitted=emitted,
             drafting=len(tracks) - len(known),
             gain=self.options.min_gain,
         )
-        count = len(requests)
-        self._hoped = bool(worth.any()) and not self._realized.forbids(count)
-        worth &= self._hoped
-        share = self.costs.draft_seconds(count)[count] / self.costs.verify_seconds(most)[count]
-        least_wait = min(float(share) / PROBING, MOST_WAIT)
         for (track, _), pays in zip(known, worth.tolist(), strict=True):
-            track.decide(pays, least_wait)
+            track.decide(pays)
         if any(track.probing for track, _ in known):
             # One pass serves all that are nearly due: most of its cost does not depend on them.
             for track, _ in known:
-                if not track.drafts and 2 * track.idle >= max(track.wait, least_wait):
+                if not track.drafts and 2 * track.idle >= track.wait:
                     track.drafts = track.probing = True
 
     def _widths(

@@ -30,12 +30,11 @@ PRIOR_BLOCKS = 0.5
 LEAST_BLOCKS = 32
 # Steps without drafting before a request is tried again; doubled after each try in vain.
 FIRST_WAIT, MOST_WAIT = 8, 64
-# Share of a step's time that trying again may take on average.
-PROBING = 0.01
-# Weight of the newest step in what drafting gained.
-NEWEST = 0.1
-# Drafting that lost more than this share pauses; each step that is weighed forgets a little of it.
-LOSS, FORGIVEN = -0.03, 0.97
+# Share of the time that drafting which loses may take on average.
+SHARE = 0.01
+# Plain steps that drafting may have lost before it is left, may owe at most, and may be ahead:
+# what it gained long ago says little of now. One step counts for no more than ``DEAREST``.
+ALLOWED, OWED, AHEAD, DEAREST = 2.0, 3.0, 1.0, 2.0
 
 
 @dataclass
@@ -66,28 +65,31 @@ class Tally:
 
 
 @dataclass
-class Realized:
-    """Whether drafting kept its promise: mean gain of steps that drafted over plain ones.
+class Debt:
+    """What drafting lost against plain decoding so far, in plain steps, less what it gained.
 
-    Kept by the number of requests, to a factor of two: what pays for one may not for thirty.
+    Whatever was promised, and whether it was hoped to pay or merely tried: when too much is owed,
+    nobody drafts until plain steps paid it back, each ``SHARE`` of a step. Kept by the number of
+    requests, to a factor of two: what pays for one may not for thirty.
     """
 
-    gains: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    owed: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
 
-    def add(self, requests: int, gained: float, *, hoped: bool) -> None:
-        """A step of ``requests``, some of which drafted, emitted 1 + ``gained`` times the tokens a
-        second of a plain step. Mere tries (not ``hoped``) count when they gain."""
-        if hoped or gained > 0:
-            size = requests.bit_length()
-            self.gains[size] += NEWEST * (gained - self.gains[size])
-
-    def forbids(self, requests: int) -> bool:
-        """Whether drafting lost too much lately; asked once for each step that would draft."""
+    def add(self, requests: int, lost: float) -> None:
+        """A step of ``requests``, some of which drafted, took ``lost`` plain steps more than its
+        tokens would have without a draft."""
         size = requests.bit_length()
-        if self.gains[size] >= LOSS:
-            return False
-        self.gains[size] *= FORGIVEN
-        return True
+        self.owed[size] = min(max(self.owed[size] + min(lost, DEAREST), -AHEAD), OWED)
+
+    def pay(self, requests: int) -> None:
+        """A step in which nobody drafted."""
+        size = requests.bit_length()
+        if self.owed[size] > 0.0:
+            self.owed[size] = max(self.owed[size] - SHARE, 0.0)
+
+    def rest(self, requests: int) -> int:
+        """Steps of ``requests`` until drafting is allowed; 0: it is."""
+        return max(math.ceil((self.owed[requests.bit_length()] - ALLOWED) / SHARE), 0)
 
 
 @dataclass
@@ -125,15 +127,21 @@ class Track:
         """Nothing is known of it: one block costs little and tells much."""
         self.drafts, self.probing, self.pays = True, not shared.young, False
 
-    def decide(self, worth: bool, least_wait: float) -> None:
-        """Draft next, or wait ``least_wait`` steps at least: ``worth`` is what is predicted."""
+    def pause(self, rest: int) -> None:
+        """Nobody drafts for ``rest`` steps."""
+        self.drafts = self.probing = self.pays = False
+        self.due = rest
+        self.idle += 1
+
+    def decide(self, worth: bool) -> None:
+        """Draft next, or wait: ``worth`` is what is predicted."""
         self.pays = worth
         if worth:
             self.drafts, self.probing, self.wait = True, False, FIRST_WAIT
             return
         if self.probing:
-            self.wait = min(2 * max(self.wait, math.ceil(least_wait)), MOST_WAIT)
-        self.due = math.ceil(max(self.wait, least_wait)) - self.idle
+            self.wait = min(2 * self.wait, MOST_WAIT)
+        self.due = self.wait - self.idle
         self.drafts = self.probing = self.due <= 0
         self.idle += 1
 

@@ -57,7 +57,7 @@ def record_blocks(
     numbers: dict[str, int] = {}
 
     def record(live: Live, accepted: Ints) -> None:
-        for row, whole in enumerate(live.whole):
+        for row, whole in enumerate(live.widths == blocks.slots):
             if whole:
                 blocks.logits.append(live.signals.head[row].copy())
                 blocks.accepted.append(int(accepted[row]))
