@@ -8,7 +8,8 @@ place. A step drafts, admits by a scheduler, emits what the record says was acce
 admitted (and one token more), and takes what a cost curve says. Confidences are calibrated on the
 record itself. ``fixed`` and ``threshold`` draft for everybody; ``sync`` and ``async`` leave out
 requests whose earlier blocks say that drafting does not pay, and try them again after 8 steps, 16,
-32 and so on to 64, much as the engine does.
+32 and so on to 64, as the engine does. Steps take what the curve says, so nothing is owed
+(``dspark.engine.history.Debt``).
 
 Simplifications: a request goes on to its next recorded block however much of this one was admitted,
 and a block that block verification accepted counts from its front.
@@ -45,6 +46,7 @@ from dspark.decoding import schedule
 from dspark.decoding.calibration import calibrated, fit
 from dspark.decoding.cost import CostTable
 from dspark.decoding.schedule import Floats, Ints
+from dspark.engine.history import FIRST_WAIT, MOST_WAIT
 
 RESULTS = Path(__file__).parent / "results"
 NAMES = ("fixed", "threshold", "sync", "async", "oracle")
@@ -127,7 +129,7 @@ class Policy:
         self.old: list[Floats] = []
         self.new = np.ones(requests, dtype=np.bool_)
         self.probed = self.new.copy()
-        self.idle, self.wait = np.zeros(requests), np.full(requests, 8.0)
+        self.idle, self.wait = np.zeros(requests), np.full(requests, FIRST_WAIT)
 
     def widths(self, live: Floats, accepted: Ints) -> tuple[Ints, int]:
         if self.name == "oracle":
@@ -153,16 +155,15 @@ class Policy:
         worth = schedule.worth_drafting(
             self.mean, self.draft, self.verify, tokens=self.requests, emitted=float(self.requests)
         )
-        self.wait = np.where(
-            worth, 8, np.where(self.probed, np.minimum(2 * self.wait, 64), self.wait)
-        )
+        longer = np.where(self.probed, np.minimum(2 * self.wait, MOST_WAIT), self.wait)
+        self.wait = np.where(worth, FIRST_WAIT, longer)
         self.probed = self.new | (~worth & (self.idle >= self.wait))
         return worth | self.probed
 
     def arrive(self, new: NDArray[np.bool_]) -> None:
         """These requests are others now."""
         self.new = new
-        self.wait[new] = 8
+        self.wait[new] = FIRST_WAIT
 
     def _learn(self, live: Floats, drafts: NDArray[np.bool_]) -> None:
         self.mean[self.new] = live[self.new]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark.engine.confidence import Mode
-from dspark.engine.history import ALLOWED, DEAREST, OWED, SHARE, SHARED, Debt, Tally, Track
+from dspark.engine.history import ALLOWED, DEAREST, SHARE, SHARED, Debt, Tally, Track
 
 
 def test_a_mode_that_does_well_does_not_keep_up_hope_for_a_request_that_does_not() -> None:
@@ -58,6 +58,6 @@ def test_a_debt_rests_for_a_known_time_and_gains_end_it_at_once() -> None:
         debt.pay(32)
     assert not debt.rest(32)
     debt.add(32, 1000.0)
-    assert debt.rest(32) <= (OWED - ALLOWED) / SHARE, "one slow step is no verdict"
-    debt.add(32, -3.0)
+    assert debt.rest(32) <= DEAREST / SHARE, "one slow step is no verdict"
+    debt.add(32, -2.0)
     assert not debt.rest(32)

@@ -20,7 +20,7 @@ def test_a_forward_beyond_the_capacity_is_refused_before_anything_is_written() -
     cache.append(0, Span.at(0, 3, 1, CPU), rows)
     with pytest.raises(DecodingError, match="reaches token 5"):
         cache.append(0, Span.at(2, 3, 1, CPU), 2 * rows)
-    kept = cache.append(0, Span.at(3, 1, 1, CPU), 3 * rows[:, :1])[0]
+    kept = cache.append(0, Span.at(3, 1, 1, CPU), 3 * rows[:, :1])[0][0]
     assert kept[0, 0, :, 0].tolist() == [1, 1, 1, 3]
 
 

@@ -32,9 +32,9 @@ LEAST_BLOCKS = 32
 FIRST_WAIT, MOST_WAIT = 8, 64
 # Share of the time that drafting which loses may take on average.
 SHARE = 0.01
-# Plain steps that drafting may have lost before it is left, may owe at most, and may be ahead:
-# what it gained long ago says little of now. One step counts for no more than ``DEAREST``.
-ALLOWED, OWED, AHEAD, DEAREST = 2.0, 3.0, 1.0, 2.0
+# Plain steps that drafting may have lost before it is left, and may be ahead: what it gained long
+# ago says little of now. One step counts for no more than ``DEAREST``: a machine may stumble.
+ALLOWED, AHEAD, DEAREST = 2.0, 1.0, 1.5
 
 
 @dataclass
@@ -79,7 +79,9 @@ class Debt:
         """A step of ``requests``, some of which drafted, took ``lost`` plain steps more than its
         tokens would have without a draft."""
         size = requests.bit_length()
-        self.owed[size] = min(max(self.owed[size] + min(lost, DEAREST), -AHEAD), OWED)
+        owed = max(self.owed[size] + min(lost, DEAREST), -AHEAD)
+        # Some draft whatever is owed: the first blocks of a mode.
+        self.owed[size] = min(owed, ALLOWED + DEAREST)
 
     def pay(self, requests: int) -> None:
         """A step in which nobody drafted."""
@@ -89,7 +91,8 @@ class Debt:
 
     def rest(self, requests: int) -> int:
         """Steps of ``requests`` until drafting is allowed; 0: it is."""
-        return max(math.ceil((self.owed[requests.bit_length()] - ALLOWED) / SHARE), 0)
+        steps = (self.owed[requests.bit_length()] - ALLOWED) / SHARE
+        return max(math.ceil(steps - 1e-6), 0)
 
 
 @dataclass

@@ -172,7 +172,8 @@ class Runner:
             Part(r, [r.output[-1], *(blocks[r].ids if r in blocks else [])], r.length - 1)
             for r in requests
         ]
-        parts.sort(key=lambda part: len(part.tokens))  # attention pads neighbours to one length
+        # Attention pads neighbours to one length.
+        parts.sort(key=lambda part: (len(part.tokens), part.start))
         final, taps, span = self.forward(parts)
         logits = self.target.logits(final)
         claims, offset = [], 0

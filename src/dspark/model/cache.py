@@ -40,8 +40,9 @@ class RowCache:
             for _ in range(layers)
         ]  # fmt: skip
 
-    def append(self, layer: int, span: Span, *new: Tensor) -> list[Tensor]:
-        """Write new rows [B, T, heads, width]; return all up to ``span.reach`` by heads."""
+    def append(self, layer: int, span: Span, *new: Tensor) -> list[list[Tensor]]:
+        """Write new rows [B, T, heads, width]; return all up to ``span.reach`` by heads, as the
+        parts of the only group of :meth:`Span.over`."""
         if span.reach > self.capacity:
             raise DecodingError(
                 expected=f"at most {self.capacity} cached tokens",
@@ -57,7 +58,7 @@ class RowCache:
                 slots = torch.arange(self.batch, device=rows.device).unsqueeze(-1)
                 rows[slots, :, span.positions] = fresh
             out.append(rows[:, :, : span.reach])
-        return out
+        return [out]
 
     def adopt(self, slots: Tensor, other: RowCache, length: int) -> None:
         """Copy the first ``length`` rows of ``other`` (one batch row per slot) into ``slots``."""

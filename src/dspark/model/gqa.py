@@ -76,11 +76,10 @@ class GroupedAttention(nn.Module):
             qk = rotate(qkv[..., :rotated, :], rotation)
             q, k = torch.split(qk, [self.heads, self.kv_heads], -2)
         value = qkv[..., rotated:, :]
+        rows: Sequence[Sequence[Tensor]] = [(k.transpose(1, 2), value.transpose(1, 2))]
         if cache is not None:
-            key, value = cache.append(self.layer, span, k, value)
-        else:
-            key, value = k.transpose(1, 2), value.transpose(1, 2)
-        mixed: Tensor = self.o_proj(span.over(self._attend, (q,), (key, value)).flatten(-2))
+            rows = cache.append(self.layer, span, k, value)
+        mixed: Tensor = self.o_proj(span.over(self._attend, (q,), rows).flatten(-2))
         return mixed
 
     def _attend(

@@ -7,9 +7,9 @@ one latent part, so the draft's layers are just more layers of the pool.
 
 One forward runs tokens of many requests as one flat row of tokens, without padding: linears see
 exactly the tokens there are, however long each request's block is. Only attention needs a batch
-[B, T]; :class:`~dspark.model.spans.PagedSpan` spreads queries into it and flattens what comes out.
-Keys are gathered once per layer with an index that all layers share. A lone request whose pages lie
-in one run is read as a view, without a copy.
+[B, T]; a :class:`~dspark.model.spans.Group` spreads queries into it and flattens what comes out.
+Keys are gathered once per layer and group with an index that all layers share. A lone request whose
+pages lie in one run is read as a view, without a copy.
 
 The spare last row of every tensor stays zero; positions behind a request's own reach read it.
 """
@@ -50,12 +50,13 @@ class PagedRows:
         for rows in (rows for parts in self.layers for rows in parts):
             rows[self.spare] = 0
 
-    def append(self, layer: int, span: Span, *new: Tensor) -> list[Tensor]:
-        """Write new rows [1, total, heads, width]; return what is read [B, heads, N, width]."""
+    def append(self, layer: int, span: Span, *new: Tensor) -> list[list[Tensor]]:
+        """Write new rows [1, total, heads, width]; return what each group of requests reads,
+        [B, heads, N, width] a part."""
         assert isinstance(span, PagedSpan)
         for rows, fresh in zip(self.layers[layer], new, strict=True):
             rows.index_copy_(0, span.slots, fresh[0].to(rows.dtype))
-        return self.read(layer, span.reads)
+        return [self.read(layer, group.reads) for group in span.groups]
 
     def read(self, layer: int, reads: Reads) -> list[Tensor]:
         """The parts of a layer, [B, heads, length, width] each."""

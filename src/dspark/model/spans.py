@@ -8,7 +8,7 @@ pages. Where rows and states lie is none of its business (``dspark.model.cache``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 Attend = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor | None, bool], Tensor]
-"""``(queries, rows, mask, causal)`` -> [B, T, ...]: queries [B, T, ...] over rows [B, ..].
+"""``(queries, rows, mask, causal)`` -> [B, T, ...]: queries [B, T, ...] over parts of rows
+[B, heads, N, width]. ``mask`` and ``causal`` are a :class:`Span`'s."""
 
-``mask`` and ``causal`` are a :class:`Span`'s."""
-
-SAVED = 16  # padding queries that are worth a group of their own, at least
+SAVED = 4096  # pairs of query and key that are worth a group of their own, at least
+READ = 2  # queries whose work a key costs by being read at all
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,15 @@ class Span:
         mask = (keys <= positions.unsqueeze(-1)).unsqueeze(1)
         return Span(positions, None, reach, mask, causal=False)
 
-    def over(self, attend: Attend, queries: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
-        """``attend`` for queries as the forward has them, here [B, T, ...]; rows [B, ...]."""
-        return attend(queries, rows, self.mask, self.causal)
+    def over(
+        self, attend: Attend, queries: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]
+    ) -> Tensor:
+        """``attend`` for queries as the forward has them, here [B, T, ...].
+
+        ``rows`` holds the parts of what is read, once for each group that attends together: here
+        there is one.
+        """
+        return attend(queries, rows[0], self.mask, self.causal)
 
 
 class Segment(NamedTuple):
@@ -119,26 +125,53 @@ class Reads:
 
 @dataclass(frozen=True)
 class Group:
-    """Neighbouring requests whose queries are padded to one length and attend together.
+    """Neighbouring requests that attend together: queries padded to the most, keys to the furthest.
 
-    ``requests`` and ``tokens`` are where they lie in the batch and in the flat row. Where lengths
+    ``positions`` and ``slots`` [tokens] of its part ``tokens`` of the flat row. Where lengths
     differ, ``padding`` [B, T] says which flat token stands where (the last one repeated), and
     ``kept`` [tokens] where each flat token is found again.
     """
 
-    requests: slice
+    count: int
     tokens: slice
+    positions: Tensor
+    slots: Tensor
+    reads: Reads
     mask: Tensor | None
+    causal: bool
     padding: Tensor | None
     kept: Tensor | None
+
+    @staticmethod
+    def of(
+        segments: Sequence[Segment], page_size: int, spare: int, device: torch.device, first: int
+    ) -> Group:
+        """``segments`` side by side, from flat token ``first`` on."""
+        ends = [s.start + s.length for s in segments]
+        reads = Reads.of([s.pages for s in segments], ends, page_size, spare, device)
+        lengths = [s.length for s in segments]
+        wide = max(lengths)
+        starts = torch.tensor([s.start for s in segments], device=device).unsqueeze(-1)
+        steps = torch.arange(wide, device=device)
+        last = torch.tensor(lengths, device=device).unsqueeze(-1) - 1
+        batch = starts + torch.minimum(steps, last)  # padding queries repeat the last token
+        positions, slots = batch.flatten(), reads.rows.gather(1, batch).flatten()
+        padding = kept = None
+        if min(lengths) != wide:
+            kept = (steps <= last).flatten().nonzero().squeeze(-1)
+            offsets = first + torch.cumsum(last + 1, 0) - last - 1
+            padding = offsets + torch.minimum(steps, last)
+            positions, slots = positions[kept], slots[kept]
+        mask, causal = _visible(batch, segments, reads.length, device)
+        tokens = slice(first, first + sum(lengths))
+        return Group(len(segments), tokens, positions, slots, reads, mask, causal, padding, kept)
 
     def spread(self, x: Tensor) -> Tensor:
         """Flat [1, total, ...] -> [B, T, ...]."""
         if self.padding is not None:
             return x[0][self.padding]
-        count = self.requests.stop - self.requests.start
-        flat = x[0] if self.tokens == slice(None) else x[0, self.tokens]
-        return torch.unflatten(flat, 0, (count, -1))
+        flat = x[0] if x.shape[1] == len(self.positions) else x[0, self.tokens]
+        return torch.unflatten(flat, 0, (self.count, -1))
 
     def flatten(self, x: Tensor) -> Tensor:
         """[B, T, ...] -> the group's part of the flat row, [1, tokens, ...]."""
@@ -150,12 +183,11 @@ class Group:
 class PagedSpan(Span):
     """New tokens of several requests in one flat row: ``positions`` [1, total].
 
-    ``slots`` [total] are the rows they are written to, ``reads`` what attention sees. ``lengths``
-    are the tokens per request. ``mask`` is that of the only group, None if there are more.
+    ``slots`` [total] are the rows they are written to, ``lengths`` the tokens per request. What
+    attention sees is up to the ``groups``; ``mask`` and ``causal`` say nothing here.
     """
 
     slots: Tensor
-    reads: Reads
     lengths: tuple[int, ...]
     groups: tuple[Group, ...]
 
@@ -165,68 +197,63 @@ class PagedSpan(Span):
     ) -> PagedSpan:
         """The span of ``segments``, each with at least one token.
 
-        Attention pads queries, so segments of like length should be neighbours.
+        Attention pads a group to its longest, so segments of like length should be neighbours.
         """
-        ends = [s.start + s.length for s in segments]
-        reads = Reads.of([s.pages for s in segments], ends, page_size, spare, device)
-        lengths = tuple(s.length for s in segments)
-        wide = max(lengths)
-        starts = torch.tensor([s.start for s in segments], device=device).unsqueeze(-1)
-        last = torch.tensor(lengths, device=device).unsqueeze(-1) - 1
-        steps = torch.arange(wide, device=device)
-        batch = starts + torch.minimum(steps, last)  # padding queries repeat the last token
-        positions, slots = batch.flatten(), reads.rows.gather(1, batch).flatten()
-        if min(lengths) != wide:
-            real = (steps <= last).flatten()
-            positions, slots = positions[real], slots[real]
-        if len(segments) == 1:
-            seen, causal = _alone(segments[0], batch, reads.length)
-            groups = [Group(slice(0, 1), slice(None), seen, None, None)]
-        else:
-            causal = False
-            keys = torch.arange(reads.length, device=device)
-            mask = (keys <= batch.unsqueeze(-1)).unsqueeze(1)
-            groups = list(_groups(lengths, last, mask))
-        only = groups[0].mask if len(groups) == 1 else None
+        groups, first = [], 0
+        for low, high in groups_of(segments):
+            groups.append(Group.of(segments[low:high], page_size, spare, device, first))
+            first = groups[-1].tokens.stop
+        one = len(groups) == 1
+        positions = groups[0].positions if one else torch.cat([g.positions for g in groups])
+        slots = groups[0].slots if one else torch.cat([g.slots for g in groups])
+        reach, lengths = max(g.reads.length for g in groups), tuple(s.length for s in segments)
         return PagedSpan(
-            positions.unsqueeze(0), None, reads.length, only, causal, slots, reads, lengths,
-            tuple(groups),
-        )  # fmt: skip
+            positions.unsqueeze(0), None, reach, None, False, slots, lengths, tuple(groups)
+        )
 
-    def over(self, attend: Attend, queries: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
-        """``attend`` for flat queries [1, total, ...] -> [1, total, ...]; rows [B, ...]."""
-        out = []
-        for group in self.groups:
-            own = rows if len(self.groups) == 1 else [r[group.requests] for r in rows]
-            spread = [group.spread(q) for q in queries]
-            out.append(group.flatten(attend(spread, own, group.mask, self.causal)))
+    def over(
+        self, attend: Attend, queries: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]
+    ) -> Tensor:
+        """``attend`` for flat queries [1, total, ...] -> [1, total, ...]; rows of each group."""
+        out = [
+            group.flatten(attend([group.spread(q) for q in queries], own, group.mask, group.causal))
+            for group, own in zip(self.groups, rows, strict=True)
+        ]
         return out[0] if len(out) == 1 else torch.cat(out, 1)
 
 
-def _groups(lengths: Sequence[int], last: Tensor, mask: Tensor) -> Iterator[Group]:
-    """One group, or two where that saves much padding; ``last`` [B, 1] is ``lengths`` less one,
-    ``mask`` [B, 1, T, N] that of all."""
-    count, ends = len(lengths), list(accumulate(lengths, initial=0))
-    before = list(accumulate(lengths, max))
-    behind = list(accumulate(reversed(lengths), max))[::-1]
-    cut = min(range(1, count), key=lambda i: i * before[i - 1] + (count - i) * behind[i])
-    saved = count * max(lengths) - cut * before[cut - 1] - (count - cut) * behind[cut]
-    for low, high in ((0, cut), (cut, count)) if saved >= SAVED else ((0, count),):
-        own, wide = last[low:high], max(lengths[low:high])
-        padding = kept = None
-        if min(lengths[low:high]) != wide:
-            steps = torch.arange(wide, device=last.device)
-            kept = (steps <= own).flatten().nonzero().squeeze(-1)
-            offsets = torch.cumsum(own + 1, 0) - own - 1 + ends[low]
-            padding = offsets + torch.minimum(steps, own)
-        tokens = slice(ends[low], ends[high])
-        yield Group(slice(low, high), tokens, mask[low:high, :, :wide], padding, kept)
+def groups_of(segments: Sequence[Segment]) -> list[tuple[int, int]]:
+    """(from, to) of neighbours that attend together: a range is cut in two where that saves most,
+    as long as it saves enough."""
+    found, uncut = [], [(0, len(segments))]
+    while uncut:
+        low, high = uncut.pop()
+        own = [(s.length, s.start + s.length) for s in segments[low:high]]
+        before, behind = _work(own), _work(own[::-1])[::-1]
+        whole = before[-1]
+        # No cut saves more than all padding there is.
+        if whole - sum((queries + READ) * keys for queries, keys in own) >= SAVED:
+            least, at = min((before[i - 1] + behind[i], i) for i in range(1, len(own)))
+            if whole - least >= SAVED:
+                uncut += [(low + at, high), (low, low + at)]
+                continue
+        found.append((low, high))
+    return found
 
 
-def _alone(segment: Segment, at: Tensor, reach: int) -> tuple[Tensor | None, bool]:
-    """(mask, causal) of one request with tokens ``at`` [1, T]: each sees keys up to itself."""
-    if segment.length == 1:
+def _work(requests: Sequence[tuple[int, int]]) -> list[int]:
+    """Padded pairs of query and key of the first 1, 2, ... ``requests`` (queries, keys)."""
+    most = zip(*(accumulate(column, max) for column in zip(*requests, strict=True)), strict=True)
+    return [count * (wide + READ) * reach for count, (wide, reach) in enumerate(most, 1)]
+
+
+def _visible(
+    batch: Tensor, segments: Sequence[Segment], reach: int, device: torch.device
+) -> tuple[Tensor | None, bool]:
+    """(mask, causal): token at position p sees keys 0..p."""
+    if len(segments) == 1 and segments[0].length == 1:
         return None, False
-    if segment.start == 0:
+    if len(segments) == 1 and segments[0].start == 0:
         return None, True
-    return torch.arange(reach, device=at.device) <= at[0].unsqueeze(-1), False
+    seen = torch.arange(reach, device=device) <= batch.unsqueeze(-1)
+    return (seen[0] if len(segments) == 1 else seen.unsqueeze(1)), False

@@ -142,9 +142,9 @@ class Rows(Protocol):
     @property
     def states(self) -> States | None: ...
 
-    def append(self, layer: int, span: Span, *new: Tensor) -> list[Tensor]:
-        """Write new rows [B, T, heads, width]; return all that queries may see, [B, heads, N,
-        width]."""
+    def append(self, layer: int, span: Span, *new: Tensor) -> list[list[Tensor]]:
+        """Write new rows [B, T, heads, width]; return all that queries may see, for each group of
+        requests (:meth:`Span.over`) the parts [B, heads, N, width]."""
         ...
 
 
@@ -154,10 +154,10 @@ class HybridCache(NamedTuple):
     rows: Rows | None
     states: StepStates
 
-    def append(self, layer: int, span: Span, *new: Tensor) -> list[Tensor]:
+    def append(self, layer: int, span: Span, *new: Tensor) -> list[list[Tensor]]:
         """As :class:`Rows`; without rows a sequence sees only itself."""
         if self.rows is None:
-            return [rows.transpose(1, 2) for rows in new]
+            return [[rows.transpose(1, 2) for rows in new]]
         return self.rows.append(layer, span, *new)
 
 

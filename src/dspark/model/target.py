@@ -121,11 +121,12 @@ class LatentTargetAttention(nn.Module):
             self.g_proj = nn.Linear(config.hidden_size, config.num_attention_heads * v, bias=False)
 
     def forward(self, x: Tensor, rotation: Tensor | None, span: Span, cache: Rows | None) -> Tensor:
-        rows = self.core.rows(x, rotation)
+        fresh = self.core.rows(x, rotation).unsqueeze(2)
+        rows: Sequence[Sequence[Tensor]] = [(fresh.transpose(1, 2),)]
         if cache is not None:
-            rows = cache.append(self.layer, span, rows.unsqueeze(2))[0].squeeze(1)
+            rows = cache.append(self.layer, span, fresh)
         queries = self.core.queries(x, rotation)
-        heads = span.over(self._attend, queries, (rows,)).flatten(-2)
+        heads = span.over(self._attend, queries, rows).flatten(-2)
         if self.g_proj is not None:
             heads = heads * self.g_proj(x).sigmoid()
         mixed: Tensor = self.core.o_proj(heads)
@@ -137,8 +138,8 @@ class LatentTargetAttention(nn.Module):
         (nope, roped), (latent,) = queries, rows
         if nope.shape[1] <= SHORT and not causal:
             # Reading latent rows as they lie beats expanding the whole context for few queries.
-            return self.core.attend_absorbed(nope, roped, latent, mask)
-        return self.core.attend(nope, roped, latent, mask, causal=causal)
+            return self.core.attend_absorbed(nope, roped, latent.squeeze(1), mask)
+        return self.core.attend(nope, roped, latent.squeeze(1), mask, causal=causal)
 
 
 def _mixer(config: TargetConfig, layer: int) -> nn.Module:
