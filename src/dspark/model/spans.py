@@ -203,9 +203,8 @@ class PagedSpan(Span):
         for low, high in groups_of(segments):
             groups.append(Group.of(segments[low:high], page_size, spare, device, first))
             first = groups[-1].tokens.stop
-        one = len(groups) == 1
-        positions = groups[0].positions if one else torch.cat([g.positions for g in groups])
-        slots = groups[0].slots if one else torch.cat([g.slots for g in groups])
+        positions = torch.cat([g.positions for g in groups])
+        slots = torch.cat([g.slots for g in groups])
         reach, lengths = max(g.reads.length for g in groups), tuple(s.length for s in segments)
         return PagedSpan(
             positions.unsqueeze(0), None, reach, None, False, slots, lengths, tuple(groups)
