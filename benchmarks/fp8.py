@@ -46,6 +46,7 @@ from dspark.engine.drafter import Drafter
 from dspark.hidden.disk import DiskStore
 from dspark.model.draft import DSparkDraft
 from dspark.model.fp8 import Fp8Form, serving_form
+from dspark.model.spans import BlockContext
 from dspark.quantize.compare import Sample, compare
 from dspark.quantize.convert import quantize
 from dspark.quantize.plan import make_plan
@@ -198,7 +199,7 @@ def block_milliseconds(drafter: Drafter, context: int = 256, repeats: int = 20) 
     times = []
     for _ in range(repeats + 3):
         started = time.perf_counter()
-        drafter.block_states(anchors, anchors * context, rows, None)
+        drafter.block_states(anchors, anchors * context, [BlockContext(rows)])
         if weight.is_cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - started)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draft_forms import states_of
 from dspark.config.architecture import K3DraftConfig, RopeParameters
 from dspark.model.draft import DSparkDraft
 from dspark.model.init import FINAL_NORM_GAIN, initialise
@@ -136,7 +137,7 @@ def test_block_rows_see_the_whole_block_in_both_directions(
     ids = draft.block_ids(torch.tensor([7]))
 
     def run(ids: Tensor) -> Tensor:
-        return draft.backbone(ids, block_at(8), rows, None, serving=serving)[0]
+        return states_of(draft, ids, block_at(8), rows, serving=serving)[0]
 
     base = run(ids)
     last, first = ids.clone(), ids.clone()
@@ -207,7 +208,7 @@ def test_blocks_under_a_dense_mask_equal_blocks_served_alone(draft: DSparkDraft)
         own = [row[:, :anchor] for row in rows]
         block_ids = draft.block_ids(tokens[b : b + 1])
         for serving in (False, True):
-            alone = draft.backbone(block_ids, block_at(anchor), own, None, serving=serving)
+            alone = states_of(draft, block_ids, block_at(anchor), own, serving=serving)
             assert gap(together[b], alone[0]) < 1e-5
 
 

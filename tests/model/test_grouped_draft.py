@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draft_forms import states_of
 from dspark.config.architecture import MarkovHeadType, Qwen3DraftConfig, RopeParameters
 from dspark.model.draft import DSparkDraft
 from dspark.model.gqa import GroupedBlockAttention
@@ -123,7 +124,7 @@ def test_states_logits_and_confidence_are_those_of_the_reference(
     rows = draft.context_rows(draft.context(context_taps()), torch.arange(CONTEXT).unsqueeze(0))
     positions = torch.arange(CONTEXT, CONTEXT + 3).unsqueeze(0)
     ids = draft.block_ids(torch.tensor([5]))
-    states = draft.backbone(ids, positions, rows, None, serving=serving)[0]
+    states = states_of(draft, ids, positions, rows, serving=serving)[0]
     m, e = draft.markov_head.block(torch.tensor([5, 8, 2]), states)
     head = spread((13, 16), 99) * 3.4 / 4
     logits = states @ head.T + draft.markov_head.markov_w2(m)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cmath
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from dspark.config.architecture import RopeParameters
 from dspark.model.layers import Rope, pack_linears, rotate
 from dspark.model.mla import LatentAttention, LatentDims
+from dspark.model.spans import BlockContext
 
 DIMS = LatentDims(hidden=32, heads=4, q_lora=12, kv_lora=16, nope=8, rope=8, v=6, eps=1e-5)
 YARN = RopeParameters(
@@ -39,6 +41,14 @@ def inputs(module: LatentAttention, queries: int, keys: int) -> tuple[Tensor, Te
     turn = module.rope.at(positions)
     rows = [module.rows(context, turn[:, :keys]), module.rows(x, turn[:, keys:])]
     return x, turn[:, keys:], torch.cat(rows, 1)
+
+
+def served(
+    module: LatentAttention, x: Tensor, turn: Tensor, rows: Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """x as blocks, whose own rows are the last of ``rows``."""
+    context, own = rows[:, : -x.shape[1]], rows[:, -x.shape[1] :]
+    return module.serve(x, turn, own, [BlockContext([context], mask)], 0)
 
 
 def gap(found: Tensor, wanted: Tensor) -> float:
@@ -115,21 +125,21 @@ def test_absorbed_equals_plain(q_lora: int | None, rope: RopeParameters) -> None
     mask[..., 0] = True
     for allowed in (None, mask):
         want = module(x, turn, rows, allowed)
-        assert gap(module.serve(x, turn, rows, allowed), want) < 1e-5
+        assert gap(served(module, x, turn, rows, allowed), want) < 1e-5
     assert gap(module(x, turn, rows, mask), module(x, turn, rows, None)) > 0.05
 
 
 def test_absorbed_follows_weights_that_change() -> None:
     module = attention()
     x, turn, rows = inputs(module, queries=3, keys=9)
-    before = module.serve(x, turn, rows, None)
+    before = served(module, x, turn, rows)
     module.kv_b_proj.weight.mul_(1.5)
-    after = module.serve(x, turn, rows, None)
+    after = served(module, x, turn, rows)
     assert gap(after, module(x, turn, rows, None)) < 1e-5
     assert gap(after, before) > 0.1
     half = module.to(torch.bfloat16)
     x, turn, rows = inputs(half, queries=3, keys=9)
-    assert gap(half.serve(x, turn, rows, None), half(x, turn, rows, None)) < 0.05
+    assert gap(served(half, x, turn, rows), half(x, turn, rows, None)) < 0.05
 
 
 def test_absorbed_still_works_when_linears_are_packed() -> None:
@@ -139,7 +149,7 @@ def test_absorbed_still_works_when_linears_are_packed() -> None:
     module.prepare_serving()
     assert pack_linears(module, torch.float32) == 5
     assert "kv_b_proj.weight" not in module.state_dict()
-    assert gap(module.serve(x, turn, rows, None), want) < 1e-5
+    assert gap(served(module, x, turn, rows), want) < 1e-5
     assert gap(module(x, turn, rows, None), want) < 1e-5
 
 
@@ -149,7 +159,7 @@ def test_a_query_that_may_attend_to_nothing_gives_zeros(form: str) -> None:
     x, turn, rows = inputs(module, queries=3, keys=9)
     mask = torch.ones(2, 1, 3, 12, dtype=torch.bool)
     mask[0, :, 1] = False
-    attend = module if form == "plain" else module.serve
+    attend = module if form == "plain" else partial(served, module)
     out = attend(x, turn, rows, mask)
     assert torch.equal(out[0, 1], torch.zeros(DIMS.hidden))
     free = attend(x, turn, rows, None)

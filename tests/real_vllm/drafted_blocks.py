@@ -14,7 +14,7 @@ from dspark.checkpoint.target import LoadedTarget
 from dspark.decoding.sampling import RandomStreams
 from dspark.engine.drafter import Block, Drafter
 from dspark.engine.sampler import RequestSampler
-from dspark.model.spans import Span
+from dspark.model.spans import BlockContext, Span
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Redrafted:
         for block in blocks:
             rows = [r[: block.position].unsqueeze(0) for r in self._context(block.text)]
             states = self.drafter.block_states(
-                torch.tensor([block.anchor]), torch.tensor([block.position]), rows, None
+                torch.tensor([block.anchor]), torch.tensor([block.position]), [BlockContext(rows)]
             )
             own = Block(self.sampler, [], block.anchor, self.width)
             self.drafter.draw(states, [own])

@@ -22,6 +22,7 @@ from dspark.config.architecture import DraftConfig, Flavour, RopeParameters
 from dspark.engine.drafter import Drafter
 from dspark.hidden.record import HiddenRecord
 from dspark.model.draft import DSparkDraft
+from dspark.model.spans import BlockContext
 from dspark.training.anchors import build_blocks
 from dspark.training.batches import BatchPlan, Order, cut_rows
 from dspark.training.step import block_states
@@ -69,7 +70,8 @@ def both_layouts(
     for i, anchor in enumerate(anchors):
         at = torch.tensor([anchor])
         context = [layer[:anchor].unsqueeze(0) for layer in rows]
-        found.append((trained[i], served.block_states(record.ids[at].long(), at, context, None)[0]))
+        states = served.block_states(record.ids[at].long(), at, [BlockContext(context)])
+        found.append((trained[i], states[0]))
     return found
 
 

@@ -21,9 +21,11 @@ from tiny_models import (
 )
 from torch import Tensor
 
+from draft_forms import states_of
 from dspark.engine.drafter import Drafter
 from dspark.hidden.record import HiddenRecord
 from dspark.model.draft import DSparkDraft
+from dspark.model.spans import BlockContext
 from dspark.training.anchors import build_blocks
 from dspark.training.step import block_states
 
@@ -83,7 +85,7 @@ def serving_layout(
     rows = draft.context_rows(draft.context(known), seen)
     positions = (torch.arange(anchor, anchor + BLOCK) + shift).unsqueeze(0)
     ids = draft.block_ids(record.ids[anchor].long().view(1))
-    h = draft.backbone(ids, positions, rows, None, serving=serving)[0]
+    h = states_of(draft, ids, positions, rows, serving=serving)[0]
     state, logits = draft.markov_head.start(h[0]), []
     for k in range(BLOCK):
         previous = record.ids[anchor + k].long()
@@ -144,12 +146,11 @@ def test_the_engines_drafter_drafts_what_training_saw(
     for i, anchor in enumerate(ANCHORS):
         at = torch.tensor([anchor])
         context = [layer[:anchor].unsqueeze(0) for layer in rows]
-        served = drafter.block_states(record.ids[at].long(), at, context, None)[0]
+        served = drafter.block_states(record.ids[at].long(), at, [BlockContext(context)])[0]
         assert float((served - h[i]).abs().max()) < TOLERANCE * float(h[i].abs().max())
     widest = max(ANCHORS)
     blocks = torch.tensor(ANCHORS)
-    steps = torch.arange(widest + BLOCK)
-    mask = ((steps < blocks[:, None]) | (steps >= widest))[:, None, None]
     context = [layer[:widest].expand(len(ANCHORS), -1, -1) for layer in rows]
-    together = drafter.block_states(record.ids[blocks].long(), blocks, context, mask)
+    padded = BlockContext.padded(context, blocks, BLOCK)
+    together = drafter.block_states(record.ids[blocks].long(), blocks, [padded])
     assert float((together - h).abs().max()) < TOLERANCE * float(h.abs().max())

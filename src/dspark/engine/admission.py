@@ -8,9 +8,9 @@ costs, and the other requests of the step.
 *Three guards*, decided by past steps. Drafting must promise ``min_gain`` over plain decoding, or a
 request is bypassed: its context rows are still written, so it can be tried again later at full
 acceptance. Drafting must not have lost more than 1 % of the time, or nobody drafts for a while,
-whatever is promised. Trimming must have promised
-``min_gain`` over verifying everything, or everything is verified: at low load a few tokens more
-cost nothing. The first blocks of a mode are all drafted and verified, to learn from.
+whatever is promised. Trimming must have promised ``min_gain`` over verifying everything, or
+everything is verified: at low load a few tokens more cost nothing. The first blocks of a mode are
+all drafted and verified, to learn from.
 
 Without a cost table nothing can be weighed: ``sync`` and ``async`` then verify all, and
 :attr:`Admission.banner` says so.
@@ -193,9 +193,10 @@ class Admission:
                 plain = float(self.costs.verify_seconds(count)[count])
                 lost = (drafting + verifying) / plain - 1.0 - sum(accepted.values()) / count
                 self._debt.add(count, lost)
-                self._coast *= not self._debt.rest(count)
             else:
                 self._debt.pay(count)
+        owing = bool(drafted and self._debt.rest(count))
+        self._coast *= not owing
         live, self._live = self._live, None
         for request in accepted if drafted else ():
             if (track := self.tracks.get(request)) is not None and track.drafts:
@@ -215,7 +216,7 @@ class Admission:
             track.add(survival, width, got)
             self._shared[track.mode].add(survival, width, got, SHARED)
         everyone = live.untrimmed and set(live.requests) == self._coasting and not self.record
-        settled = everyone and all(map(self._settled, live.tracks)) and not self._debt.rest(count)
+        settled = everyone and all(map(self._settled, live.tracks)) and not owing
         # A request that is new is known by what others of its mode did: not for long.
         seen = min(track.own.blocks for track in live.tracks)
         self._coast = min(COAST, 2 ** (seen + 1)) if settled else 0
@@ -259,10 +260,9 @@ class Admission:
         rest = self._debt.rest(count)
         for request in flexible:
             track, shared = tracks[request], self._shared[tracks[request].mode]
-            predicted = track.predict(shared)
             if rest and not shared.young:
                 track.pause(rest)
-            elif predicted is None:
+            elif (predicted := track.predict(shared)) is None:
                 track.first(shared)
             else:
                 predicted[min(request.room - 1, self.limit) :] = 0.0

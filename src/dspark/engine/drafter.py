@@ -23,6 +23,7 @@ from dspark.engine.confidence import Gauge
 from dspark.engine.sampler import RequestSampler
 from dspark.model.draft import DSparkDraft
 from dspark.model.layers import pack_linears, packed_or_plain
+from dspark.model.spans import BlockContext
 from dspark.model.support import read_support
 
 
@@ -81,17 +82,15 @@ class Drafter:
         return [r[0] for r in self.draft.context_rows(context, positions.unsqueeze(0))]
 
     def block_states(
-        self, anchors: Tensor, positions: Tensor, context: list[Tensor], mask: Tensor | None
+        self, anchors: Tensor, positions: Tensor, contexts: Sequence[BlockContext]
     ) -> Tensor:
-        """Backbone states [R, K, H] of blocks whose anchor tokens [R] sit at ``positions`` [R].
-
-        ``context`` [R, N, row] per layer; ``mask`` [R, 1, 1, N + K] or None when all see all.
-        """
+        """Backbone states [R, K, H] of blocks whose anchor tokens [R] sit at ``positions`` [R], in
+        the order of their ``contexts``."""
         steps = torch.arange(self.block_size, device=positions.device)
         # Positions behind the target's context are clamped: those slots are never emitted.
         last = self.draft.config.max_position_embeddings - 1
         at = (positions.unsqueeze(-1) + steps).clamp(max=last)
-        return self.draft.backbone(self.draft.block_ids(anchors), at, context, mask, serving=True)
+        return self.draft.serve(self.draft.block_ids(anchors), at, contexts)
 
     def gauge(self, *, whole: bool) -> Gauge:
         """Collects confidences while :meth:`draw` runs."""

@@ -132,6 +132,7 @@ class Track:
 
     def pause(self, rest: int) -> None:
         """Nobody drafts for ``rest`` steps."""
+        self._doubt()
         self.drafts = self.probing = self.pays = False
         self.due = rest
         self.idle += 1
@@ -142,11 +143,15 @@ class Track:
         if worth:
             self.drafts, self.probing, self.wait = True, False, FIRST_WAIT
             return
-        if self.probing:
-            self.wait = min(2 * self.wait, MOST_WAIT)
+        self._doubt()
         self.due = self.wait - self.idle
         self.drafts = self.probing = self.due <= 0
         self.idle += 1
+
+    def _doubt(self) -> None:
+        """If it was tried, that was in vain: the next try is further off."""
+        if self.probing:
+            self.wait = min(2 * self.wait, MOST_WAIT)
 
     def rest(self) -> None:
         """A step without drafting that nobody weighed."""

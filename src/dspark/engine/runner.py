@@ -37,7 +37,7 @@ from dspark.engine.scheduler import Chunk, Plan
 from dspark.engine.settle import Claim, Settled, settle
 from dspark.engine.snapshots import Snapshot
 from dspark.model.paged import PagedRows
-from dspark.model.spans import PagedSpan, Reads, Segment
+from dspark.model.spans import BlockContext, PagedSpan, Reads, Segment, groups_of
 from dspark.model.states import SlotStates
 from dspark.model.target import DecoderTarget, Target
 
@@ -222,30 +222,32 @@ class Runner:
         """A block for each of ``requests``, and the signals that the admission wants."""
         if self.drafter is None or not requests:
             return {}, None
-        # No more drafts than could still be emitted: a bonus always follows.
-        size = self.drafter.block_size
+        size, device = self.drafter.block_size, self.target.device
+        # Attention pads neighbours to one length. No more drafts than could still be emitted: a
+        # bonus always follows.
         blocks = {
             r: Block(self.samplers[r], r.output, r.output[-1], min(self.draft_tokens, r.room - 1))
-            for r in requests
+            for r in sorted(requests, key=lambda request: request.length)
         }
-        device = self.target.device
-        at = [r.length - 1 for r in blocks]
-        tables = [r.table.pages for r in blocks]
-        reads = Reads.of(tables, at, self.pool.page_size, self.rows.spare, device)
-        layers = range(self.first_draft_layer, self.first_draft_layer + self.drafter.layers)
-        context = [self.rows.read(layer, reads)[0].squeeze(1) for layer in layers]
-        positions = torch.tensor(at, device=device)
-        mask = None
-        if len(at) > 1:
-            steps = torch.arange(reads.length + size, device=device)
-            mask = (steps < positions.unsqueeze(-1)) | (steps >= reads.length)
-            mask = mask[:, None, None]
+        segments = [Segment(r.table.pages, r.length - 1, size) for r in blocks]
+        contexts = [self._context(segments[low:high]) for low, high in groups_of(segments)]
+        positions = torch.tensor([s.start for s in segments], device=device)
         anchors = torch.tensor([b.anchor for b in blocks.values()], device=device)
-        states = self.drafter.block_states(anchors, positions, context, mask)
+        states = self.drafter.block_states(anchors, positions, contexts)
         wanted = self.admission.wants(requests)
         gauge = None if wanted is None else self.drafter.gauge(whole=wanted)
         self.drafter.draw(states, list(blocks.values()), gauge)
         return blocks, None if gauge is None else gauge.signals(size)
+
+    def _context(self, blocks: Sequence[Segment]) -> BlockContext:
+        """Rows of the draft's layers before these ``blocks``, padded to the longest context."""
+        assert self.drafter is not None
+        device, starts = self.target.device, [b.start for b in blocks]
+        pages, size = [b.pages for b in blocks], self.pool.page_size
+        reads = Reads.of(pages, starts, size, self.rows.spare, device)
+        layers = range(self.first_draft_layer, self.first_draft_layer + self.drafter.layers)
+        rows = [self.rows.read(layer, reads)[0].squeeze(1) for layer in layers]
+        return BlockContext.padded(rows, torch.tensor(starts, device=device), blocks[0].length)
 
 
 def _with_snapshots(

@@ -15,6 +15,8 @@ parity oracle of the test suite: a label shift or a wrong position shows there, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +25,7 @@ from dspark.model.gqa import GroupedBlockAttention
 from dspark.model.heads import ConfidenceHead, MarkovHead
 from dspark.model.layers import RMSNorm, SwiGLU
 from dspark.model.mla import LatentAttention, LatentDims
+from dspark.model.spans import BlockContext
 from dspark.model.weights import DRAFT_NAMES
 from dspark.model.windows import Mask
 
@@ -65,18 +68,22 @@ class DraftLayer(nn.Module):
         rotation: Tensor,
         context_rows: Tensor,
         mask: Mask | None,
-        *,
-        serving: bool = False,
     ) -> Tensor:
         """x [B, Q, H] over ``context_rows`` [B, S, row] and its own rows -> [B, Q, H]."""
         normed = self.input_layernorm(x)
         own = self.self_attn.rows(normed, rotation)
         rows = torch.cat([context_rows.to(own.dtype), own], dim=1)
-        if serving:
-            assert mask is None or isinstance(mask, Tensor), "one block needs no windows"
-            x = x + self.self_attn.serve(normed, rotation, rows, mask)
-        else:
-            x = x + self.self_attn(normed, rotation, rows, mask)
+        x = x + self.self_attn(normed, rotation, rows, mask)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+    def serve(
+        self, x: Tensor, rotation: Tensor, contexts: Sequence[BlockContext], layer: int
+    ) -> Tensor:
+        """Blocks x [R, K, H] over rows of ``layer`` in their ``contexts`` -> [R, K, H]."""
+        normed = self.input_layernorm(x)
+        own = self.self_attn.rows(normed, rotation)
+        x = x + self.self_attn.serve(normed, rotation, own, contexts, layer)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -151,20 +158,30 @@ class DSparkDraft(nn.Module):
         positions: Tensor,
         context_rows: list[Tensor],
         mask: Tensor | None,
-        *,
-        serving: bool = False,
     ) -> Tensor:
         """Block ids [B, Q] at ``positions`` [B, Q] -> final-normed hidden states [B, Q, H].
 
         ``mask`` [B, 1, Q, S + Q] boolean, or None when every block row sees every row given.
-        ``serving`` picks the attention's form for one block over a long context (no gradients).
         """
-        x: Tensor = self.embed_tokens(block_ids).to(self.context_norm.weight.dtype)
-        rotation = self.rotation(positions)
+        x, rotation = self._embedded(block_ids), self.rotation(positions)
         for layer, rows in zip(self.draft_layers, context_rows, strict=True):
-            x = layer(x, rotation, rows, mask, serving=serving)
+            x = layer(x, rotation, rows, mask)
         out: Tensor = self.final_norm(x)
         return out
+
+    def serve(
+        self, block_ids: Tensor, positions: Tensor, contexts: Sequence[BlockContext]
+    ) -> Tensor:
+        """As :meth:`backbone`, for one block [K] of each request over long contexts: block ids and
+        ``positions`` [R, K], in the order of their ``contexts``. No gradients."""
+        x, rotation = self._embedded(block_ids), self.rotation(positions)
+        for number, layer in enumerate(self.draft_layers):
+            x = layer.serve(x, rotation, contexts, number)
+        out: Tensor = self.final_norm(x)
+        return out
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        return self.embed_tokens(ids).to(self.context_norm.weight.dtype)
 
     def block_ids(self, anchors: Tensor) -> Tensor:
         """Anchor token ids [B] -> block inputs [B, block_size] = [anchor, MASK, ..., MASK]."""

@@ -12,6 +12,7 @@ a long context). Their equality is a permanent test.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from dspark.config.architecture import RopeParameters
 from dspark.model.fp8 import plain_weight
 from dspark.model.layers import RMSNorm, Rope, rotate
+from dspark.model.spans import BlockContext, over_contexts
 from dspark.model.windows import Mask, attend
 
 
@@ -132,10 +134,22 @@ class LatentAttention(nn.Module):
         weight = plain_weight(self.kv_b_proj, self.kv_a_layernorm.weight.dtype)
         self._expansion = weight.view(d.heads, d.nope + d.v, d.kv_lora)
 
-    def serve(self, x: Tensor, rotation: Tensor, rows: Tensor, mask: Tensor | None) -> Tensor:
-        """Absorbed: as :meth:`forward`, reading rows as they lie. Inference only."""
-        nope, roped = self.queries(x, rotation)
-        mixed: Tensor = self.o_proj(self.attend_absorbed(nope, roped, rows, mask).flatten(-2))
+    def serve(
+        self,
+        x: Tensor,
+        rotation: Tensor,
+        own: Tensor,
+        contexts: Sequence[BlockContext],
+        layer: int,
+    ) -> Tensor:
+        """Absorbed: as :meth:`forward` of blocks x [R, K, hidden] over the rows of ``layer`` in
+        their ``contexts``, read as they lie, and their ``own`` [R, K, row]. Inference only."""
+
+        def attend(queries: Sequence[Tensor], rows: Tensor, mask: Tensor | None) -> Tensor:
+            return self.attend_absorbed(*queries, rows, mask)
+
+        out = over_contexts(attend, self.queries(x, rotation), own, contexts, layer)
+        mixed: Tensor = self.o_proj(out.flatten(-2))
         return mixed
 
     def attend_absorbed(

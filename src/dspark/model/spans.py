@@ -221,6 +221,50 @@ class PagedSpan(Span):
         return out[0] if len(out) == 1 else torch.cat(out, 1)
 
 
+@dataclass(frozen=True)
+class BlockContext:
+    """What the blocks of neighbouring requests read besides themselves: ``rows`` [B, N, row] of
+    each draft layer; ``mask`` boolean, broadcastable to [B, 1, K, N + K], or None: all see all."""
+
+    rows: Sequence[Tensor]
+    mask: Tensor | None = None
+
+    @staticmethod
+    def padded(rows: Sequence[Tensor], starts: Tensor, width: int) -> BlockContext:
+        """Of blocks of ``width`` tokens: the first ``starts`` [B] rows of each are its own."""
+        longest = rows[0].shape[1]
+        if len(starts) == 1:
+            return BlockContext(rows)
+        steps = torch.arange(longest + width, device=starts.device)
+        seen = (steps < starts.unsqueeze(-1)) | (steps >= longest)
+        return BlockContext(rows, seen[:, None, None])
+
+    @property
+    def count(self) -> int:
+        """B: how many blocks these are."""
+        return len(self.rows[0])
+
+
+def over_contexts(
+    attend: Callable[[Sequence[Tensor], Tensor, Tensor | None], Tensor],
+    queries: Sequence[Tensor],
+    own: Tensor,
+    contexts: Sequence[BlockContext],
+    layer: int,
+) -> Tensor:
+    """``attend(queries, rows, mask)`` for blocks that stand in the order of their ``contexts``.
+
+    ``queries`` [R, ...] and rows ``own`` [R, K, row] of all blocks; what comes out is [R, ...].
+    """
+    out, first = [], 0
+    for context in contexts:
+        part = slice(first, first + context.count)
+        rows = torch.cat([context.rows[layer].to(own.dtype), own[part]], dim=1)
+        out.append(attend([q[part] for q in queries], rows, context.mask))
+        first = part.stop
+    return out[0] if len(out) == 1 else torch.cat(out)
+
+
 def groups_of(segments: Sequence[Segment]) -> list[tuple[int, int]]:
     """(from, to) of neighbours that attend together: a range is cut in two where that saves most,
     as long as it saves enough."""
@@ -228,10 +272,11 @@ def groups_of(segments: Sequence[Segment]) -> list[tuple[int, int]]:
     while uncut:
         low, high = uncut.pop()
         own = [(s.length, s.start + s.length) for s in segments[low:high]]
-        before, behind = _work(own), _work(own[::-1])[::-1]
+        before = _work(own)
         whole = before[-1]
         # No cut saves more than all padding there is.
         if whole - sum((queries + READ) * keys for queries, keys in own) >= SAVED:
+            behind = _work(own[::-1])[::-1]
             least, at = min((before[i - 1] + behind[i], i) for i in range(1, len(own)))
             if whole - least >= SAVED:
                 uncut += [(low + at, high), (low, low + at)]

@@ -22,6 +22,7 @@ from vllm.v1.spec_decode.dflash import DFlashProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
 
+from dspark.model.spans import BlockContext, Segment, groups_of
 from dspark.vllm_plugin.drawing import draw_block
 
 if TYPE_CHECKING:
@@ -137,19 +138,20 @@ class LatentProposer(DFlashProposer):
 
     def _block(self, at: Tensor, table: Tensor) -> Tensor:
         """Backbone states [R, K, H] of the blocks whose anchors sit at ``at`` [R]."""
-        draft, longest = self._draft, int(at.max())
-        width = draft.config.block_size
-        steps = torch.arange(longest)
-        slots = table.long()[:, steps // self.block_size] * self.block_size
-        slots = slots + steps % self.block_size
-        seen = steps < at.unsqueeze(1)
-        slots = slots.masked_fill(~seen, 0)
-        mask = F.pad(seen, (0, width), value=True)[:, None, None]
+        draft, width = self._draft, self._draft.config.block_size
         positions = at.unsqueeze(1) + torch.arange(width)
         positions = positions.clamp(max=draft.config.max_position_embeddings - 1)
-        context = [rows[slots] for rows in self._rows]
-        ids = draft.block_ids(self._anchors)
-        return draft.backbone(ids, positions, context, mask, serving=True)
+        groups = groups_of([Segment((), start, width) for start in at.tolist()])
+        contexts = [self._context(at[low:high], table[low:high]) for low, high in groups]
+        return draft.serve(draft.block_ids(self._anchors), positions, contexts)
+
+    def _context(self, at: Tensor, table: Tensor) -> BlockContext:
+        """What blocks at ``at`` [B] read, in the pages of ``table`` [B, pages]."""
+        steps = torch.arange(int(at.max()))
+        slots = table.long()[:, steps // self.block_size] * self.block_size
+        slots = (slots + steps % self.block_size).masked_fill(steps >= at.unsqueeze(1), 0)
+        rows = [rows[slots] for rows in self._rows]
+        return BlockContext.padded(rows, at, self._draft.config.block_size)
 
     def _draw(self, states: Tensor, sampling: Any | None) -> tuple[Tensor, Tensor | None]:
         target, markov = self._runner.get_model(), self._draft.markov_head
