@@ -36,7 +36,7 @@ from dspark.engine.confidence import Mode
 from dspark.engine.core import EngineCore
 from dspark.engine.cost_file import fingerprint, read_costs, write_costs
 from dspark.engine.drafter import Drafter
-from dspark.engine.measure import measure_costs
+from dspark.engine.measure import costs_hold, measure_costs
 from dspark.errors import CheckpointError, DecodingError
 from dspark.model.fp8 import serving_form
 from dspark.pairing import check_pair, target_section
@@ -147,7 +147,7 @@ class Engine:
             admission.confidence.calibrations.update(modes)
         wanted = fingerprint(self.core, target, draft)
         costs = read_costs(wanted)
-        if costs is None:
+        if costs is None or not costs_hold(self.core, costs):
             costs = measure_costs(self.core)
             write_costs(costs, wanted)
         admission.costs = costs

@@ -67,6 +67,21 @@ def test_a_cold_step_is_soon_forgotten_and_a_lasting_change_soon_followed() -> N
     assert costs.verify_seconds(64)[64] == pytest.approx(0.08, rel=0.05)
 
 
+def test_a_table_made_while_the_machine_was_busy_is_put_right_by_the_first_steps() -> None:
+    """As it was saved on a machine that another program had for itself while 8 tokens were timed."""
+    verify = Curve((1, 2, 4, 5, 6, 7, 8), (0.075, 0.173, 0.173, 1.28, 2.39, 3.49, 4.6))
+    costs = CostTable(Curve((1,), (0.232,)), verify)
+    for _ in range(32):
+        costs.observe(1, 0.004, 8, 0.039)
+    for _ in range(16):
+        costs.observe(0, 0.0, 1, 0.036)
+    seconds = costs.verify_seconds(8)
+    assert seconds[8] == pytest.approx(0.039, rel=0.1)
+    assert seconds[1] == pytest.approx(0.036, rel=0.15)
+    assert (np.diff(seconds[1:]) >= 0).all()
+    assert costs.draft_seconds(1)[1] == pytest.approx(0.004, rel=0.1)
+
+
 def test_one_disturbed_step_moves_little_and_a_frozen_table_nothing() -> None:
     costs = table()
     costs.observe(0, 0.0, 8, 5.0)

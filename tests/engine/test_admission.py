@@ -16,7 +16,7 @@ from dspark.engine.admission import COAST
 from dspark.engine.confidence import Confidence, Mode
 from dspark.engine.cost_file import fingerprint, read_costs, write_costs
 from dspark.engine.history import ALLOWED, LEAST_BLOCKS, SHARE
-from dspark.engine.measure import measure_costs, sizes
+from dspark.engine.measure import costs_hold, measure_costs, sizes
 from dspark.engine.recording import record_blocks
 from dspark.errors import DecodingError
 from engine.pairs import Pair, check_rows_after_decoding, run
@@ -187,9 +187,9 @@ def test_what_costs_promise_and_steps_do_not_keep_is_left(pair: Pair) -> None:
 def test_a_request_that_is_taken_up_again_accepts_as_before(pair: Pair) -> None:
     """Context rows of bypassed steps are there: acceptance does not suffer from the pause."""
     prompts = pair.prompts[:8]
-    always = run(pair.engine(), prompts, greedy(ignore_eos=True))
+    always = run(pair.engine(), prompts, greedy(ignore_eos=True, max_new_tokens=80))
     engine = scheduled(pair, "sync", costs(1e-5, draft=5e-2))
-    names = [engine.submit(p, greedy(ignore_eos=True)) for p in prompts]
+    names = [engine.submit(p, greedy(ignore_eos=True, max_new_tokens=80)) for p in prompts]
     for _ in range(12):
         engine.step()
     assert engine.admission.bypassed > 40
@@ -263,6 +263,21 @@ def test_a_cost_file_serves_its_own_machine_and_pair_only(pair: Pair, tmp_path) 
     path.write_text("{")
     with pytest.raises(DecodingError, match="readable"):
         read_costs(mine, tmp_path)
+
+
+def test_saved_costs_that_are_far_too_high_are_measured_again(pair: Pair) -> None:
+    engine = pair.engine(scheduler="sync", max_requests=4)
+    table = measure_costs(engine, seconds=0.5)
+    true = table.as_json()
+
+    def scaled(verify: list[float]) -> CostTable:
+        knots = [[n, s * verify[0 if n == 1 else 1]] for n, s in true["verify"]]
+        return CostTable.from_json({"draft": true["draft"], "verify": knots})
+
+    assert costs_hold(engine, scaled([0.2, 0.2])), "a machine that is busy now proves nothing"
+    assert not costs_hold(engine, scaled([1, 60])), "one that was busy while a block was timed"
+    assert not costs_hold(engine, scaled([60, 60]))
+    assert not engine.runner.samplers
 
 
 def test_recorded_blocks_are_whole_and_know_their_answer(pair: Pair) -> None:

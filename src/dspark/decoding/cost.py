@@ -29,9 +29,11 @@ from dspark.errors import DecodingError
 NEAR = 0.15
 # .. and every other knot by this share.
 FAR = 0.1
-# A step moves the curve no further than these ratios would. Disturbances only make it longer (the
-# first step of a size also makes its kernels), and a size that is then avoided is not seen again.
-FASTER, SLOWER = 0.5, 1.25
+# A slower step moves the curve no further than this ratio would: disturbances only make it longer
+# (the first step of a size also makes its kernels), and a size that is then avoided is not seen
+# again. One that is faster than the other ratio proves its size wrong, and smaller ones that are
+# said to take longer; of larger ones it says nothing.
+SLOWER, FASTER = 1.25, 0.5
 
 
 def isotonic(values: Sequence[float], weights: Sequence[float] | None = None) -> list[float]:
@@ -83,7 +85,8 @@ class Curve:
 
     def moved(self, count: int, ratio: float) -> Curve:
         """This curve after a step of ``count`` took ``ratio`` times what it says."""
-        step = math.log(min(max(ratio, FASTER), SLOWER))
+        step = math.log(min(ratio, SLOWER))
+        common = FAR * step if ratio >= FASTER else 0.0
         place = int(np.searchsorted(self.at, count))
         near = dict.fromkeys(range(len(self.at)), 0.0)
         if place == len(self.at) or self.at[place] == count:
@@ -95,8 +98,12 @@ class Curve:
             near[place] = (count - left) / (right - left)
             near[place - 1] = 1 - near[place]
         moved = [
-            s * math.exp(step * (FAR + (NEAR - FAR) * near[i])) for i, s in enumerate(self.seconds)
+            s * math.exp(near[i] * NEAR * step + (1 - near[i]) * common)
+            for i, s in enumerate(self.seconds)
         ]
+        if ratio < FASTER:
+            own = moved[min(place, len(moved) - 1)]
+            moved = [min(s, own) if at < count else s for s, at in zip(moved, self.at, strict=True)]
         return Curve(self.at, tuple(moved))
 
 

@@ -29,7 +29,7 @@ PRIOR_BLOCKS = 0.5
 # Blocks that a mode learns from, all drafted and all verified, before anything is left out.
 LEAST_BLOCKS = 32
 # Steps without drafting before a request is tried again; doubled after each try in vain.
-FIRST_WAIT, MOST_WAIT = 8, 64
+FIRST_WAIT, MOST_WAIT = 4, 64
 # Share of the time that drafting which loses may take on average.
 SHARE = 0.01
 # Plain steps that drafting may have lost before it is left, and may be ahead: what it gained long

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dspark.decoding.cost import CostTable, Curve
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 CONTEXT = 128
 REPEATS = 3
+# A saved table says too much where a pass takes less than its time by this factor.
+TOO_SLOW = 1.5
 
 
 def measure_costs(core: EngineCore, seconds: float = 4.0) -> CostTable:
@@ -40,24 +43,8 @@ def measure_costs(core: EngineCore, seconds: float = 4.0) -> CostTable:
     Raises:
         DecodingError: no draft, or requests in work.
     """
-    if core.drafter is None or core.unfinished:
-        raise DecodingError(
-            expected="an engine with a draft and without requests",
-            found="no draft" if core.drafter is None else "requests in work",
-            where="cost measurement",
-            fix="Measure before the first request.",
-        )
-    block = core.drafter.block_size + 1
-    most = core.options.max_requests
-    requests = [_request(core, number) for number in range(most)]
-    try:
-        # Pages are shared by all; a cache or a state of its own is not.
-        shared = core.target.supports_ragged and not core.target.recurrent
-        filled = requests[:1] if shared else requests
-        parts = [Part(r, r.prompt, 0) for r in filled]
-        _, taps, span = core.runner.forward(parts)
-        core.runner.write_context(taps, span, None)
-        core.runner.commit(parts, [len(r.prompt) for r in filled], keep=False)
+    with _made_up(core) as requests:
+        most, block = len(requests), core.admission.slots + 1
         deadline = time.perf_counter() + seconds
         verify = _curve(
             sizes(min(most * block, core.options.max_batch_tokens), block),
@@ -67,10 +54,53 @@ def measure_costs(core: EngineCore, seconds: float = 4.0) -> CostTable:
         draft = _curve(
             sizes(most, 1), lambda size: core.runner.draft(requests[:size]), deadline + seconds / 4
         )
+    return CostTable(draft, verify)
+
+
+def costs_hold(core: EngineCore, costs: CostTable) -> bool:
+    """Whether the smallest passes are not much faster than ``costs``, saved earlier, say.
+
+    A table may have been made while the machine did something else: decisions by it would be wrong
+    for good. Passes that are slower prove nothing, the machine may be busy now.
+
+    Raises:
+        DecodingError: no draft, or requests in work.
+    """
+    with _made_up(core) as requests:
+        block = min(core.admission.slots + 1, core.options.max_batch_tokens)
+        soon = time.perf_counter() + 1.0
+        verify = _curve([1, block], lambda size: _verify(core, requests, size), soon)
+        draft = _curve([1], lambda size: core.runner.draft(requests[:size]), soon)
+    pairs = [
+        *zip(draft.seconds, [costs.draft_seconds(1)[1]], strict=True),
+        *zip(verify.seconds, [costs.verify_seconds(n)[n] for n in verify.at], strict=True),
+    ]
+    return all(took * TOO_SLOW > said for took, said in pairs)
+
+
+@contextmanager
+def _made_up(core: EngineCore) -> Iterator[list[Request]]:
+    """``max_requests`` requests that decode, for passes that are timed."""
+    if core.drafter is None or core.unfinished:
+        raise DecodingError(
+            expected="an engine with a draft and without requests",
+            found="no draft" if core.drafter is None else "requests in work",
+            where="cost measurement",
+            fix="Measure before the first request.",
+        )
+    requests = [_request(core, number) for number in range(core.options.max_requests)]
+    try:
+        # Pages are shared by all; a cache or a state of its own is not.
+        shared = core.target.supports_ragged and not core.target.recurrent
+        filled = requests[:1] if shared else requests
+        parts = [Part(r, r.prompt, 0) for r in filled]
+        _, taps, span = core.runner.forward(parts)
+        core.runner.write_context(taps, span, None)
+        core.runner.commit(parts, [len(r.prompt) for r in filled], keep=False)
+        yield requests
     finally:
         for request in requests:
             core.runner.drop(request)
-    return CostTable(draft, verify)
 
 
 def sizes(most: int, block: int) -> list[int]:
