@@ -181,7 +181,8 @@ class DSparkDraft(nn.Module):
         return out
 
     def _embedded(self, ids: Tensor) -> Tensor:
-        return self.embed_tokens(ids).to(self.context_norm.weight.dtype)
+        out: Tensor = self.embed_tokens(ids).to(self.context_norm.weight.dtype)
+        return out
 
     def block_ids(self, anchors: Tensor) -> Tensor:
         """Anchor token ids [B] -> block inputs [B, block_size] = [anchor, MASK, ..., MASK]."""

@@ -158,7 +158,7 @@ class GroupedBlockAttention(nn.Module):
         ``contexts`` and their ``own`` [R, K, row]. Inference only."""
 
         def attend(queries: Sequence[Tensor], rows: Tensor, mask: Tensor | None) -> Tensor:
-            return attend_few(*queries, *self._keys_values(rows), mask)
+            return attend_few(queries[0], *self._keys_values(rows), mask)
 
         queries = [self._queries(x, rotation)]
         return self._joined(over_contexts(attend, queries, own, contexts, layer))

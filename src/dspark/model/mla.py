@@ -146,7 +146,8 @@ class LatentAttention(nn.Module):
         their ``contexts``, read as they lie, and their ``own`` [R, K, row]. Inference only."""
 
         def attend(queries: Sequence[Tensor], rows: Tensor, mask: Tensor | None) -> Tensor:
-            return self.attend_absorbed(*queries, rows, mask)
+            nope, roped = queries
+            return self.attend_absorbed(nope, roped, rows, mask)
 
         out = over_contexts(attend, self.queries(x, rotation), own, contexts, layer)
         mixed: Tensor = self.o_proj(out.flatten(-2))
