@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.artifacts import require_free
+from dspark.artifacts.progress import OnDone, untold
 from dspark.cli.console import Screen
 from dspark.cli.figures import shown_bytes
 from dspark.cli.places import draft_folder
@@ -142,9 +143,9 @@ def _tell(screen: Screen | None, found: dict[str, Any], name: str, text: str) ->
 
 
 @contextmanager
-def _bar(screen: Screen | None, title: str, total: int) -> Iterator[Callable[[int], None]]:
+def _bar(screen: Screen | None, title: str, total: int) -> Iterator[OnDone]:
     if screen is None:
-        yield lambda _: None
+        yield untold
         return
     with screen.byte_bar(title, total) as on_bytes:
         yield on_bytes
