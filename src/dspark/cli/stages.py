@@ -143,7 +143,7 @@ def run_bench(run: RunContext, folder: Path) -> StageResult:
     atomic_json(folder / "results.json", rows)
     told = [
         f"{row['prompts']} T={row['temperature']}: {length_text(row['acceptance_length'])}, "
-        f"{row['speedup']:.2f}x"
+        f"{row['speedup']:.2f}x plain speed"
         for row in rows
     ]
     measured = measured_prompts(prompts, run.recipe.bench)
