@@ -349,7 +349,14 @@ def test_tokens_of_a_sample_add_up_and_mean_the_same_on_every_page() -> None:
     text = re.sub(r"\s+", " ", Page(rendered(summary, bench, training, lineage)).text)
     assert "Tokens: 6, of which 3 accepted, 1 corrected, 2 bonus." in text
     assert "Forwards of the target: 4, that of the prompt included." in text
-    facts = {"version": "0", "model": "m", "draft": "d", "block_size": 4, "examples": [], "locked": False}
+    facts = {
+        "version": "0",
+        "model": "m",
+        "draft": "d",
+        "block_size": 4,
+        "examples": [],
+        "locked": False,
+    }
     talk = re.sub(r"\s+", " ", Page(playground(facts)).text)
     for kind, meaning in TOKEN_KINDS.items():
         assert f"{kind} {meaning}" in text

@@ -12,7 +12,7 @@ from dspark.artifacts import require_free
 from dspark.artifacts.progress import OnDone, untold
 from dspark.cli.console import Screen
 from dspark.cli.figures import shown_bytes
-from dspark.cli.places import draft_folder
+from dspark.cli.places import draft_folder, require_there
 from dspark.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def check_checkpoint(out: Path, source: Path, *, as_json: bool) -> None:
         DamagedArtifactError: it is not; names the place.
         DSparkError: ``source`` is no draft, or another one.
     """
+    require_there(out, "an FP8 draft's folder, then the draft it was made of", "Check the path.")
     source = draft_folder(source)
     from dspark.quantize.check import check, plan_of
 
