@@ -216,7 +216,7 @@ def _samples(bench: Bench) -> list[tuple[BenchArm, Sample, dict[str, int]]]:
 def _counts(sample: Sample) -> dict[str, int]:
     """Tokens of each kind, in all, and forwards of the target: one for each of its own tokens, and
     one more for an answer that ended inside an accepted block."""
-    kinds = [piece.kind for piece in sample.pieces if piece.kind != "prompt"]
+    kinds: list[str] = [piece.kind for piece in sample.pieces if piece.kind != "prompt"]
     own = sum(kind != "accepted" for kind in kinds)
     forwards = own + (kinds[-1:] == ["accepted"])
     return {**{k: kinds.count(k) for k in TOKEN_KINDS}, "tokens": len(kinds), "forwards": forwards}
