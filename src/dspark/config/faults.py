@@ -71,16 +71,21 @@ def item_type(annotation: Any) -> Any:
     return None
 
 
-def nearest(key: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+def spelled_like(word: str, known: Iterable[str], cutoff: float = 0.7) -> list[str]:
+    """What of ``known`` is spelled like ``word``, the likeliest first."""
+    return difflib.get_close_matches(word, list(known), n=3, cutoff=cutoff)
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
     """Existing keys spelled like ``key``, joined by "or"; empty when none comes close."""
-    return " or ".join(difflib.get_close_matches(key, list(known), n=3, cutoff=cutoff))
+    return " or ".join(spelled_like(key, known, cutoff=0.5))
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """What to do about a ``word`` that is none of ``known``."""
     known = tuple(known)
-    near = nearest(word, known)
-    return f"Did you mean {near}?" if near else f"Choose one of: {', '.join(known)}."
+    likely = nearest(word, known)
+    return f"Did you mean {likely}?" if likely else f"Choose one of: {', '.join(known)}."
 
 
 def unknown_choice(word: str, known: Iterable[str], where: str, more: str = "") -> ConfigError:
