@@ -5,6 +5,7 @@ Like `dspark.cli.main`, this module imports neither torch nor transformers at it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -63,17 +64,28 @@ def serve(
         None if role is None else role.value, peer, patience,
     )  # fmt: skip
     if engine == "embedded":
-        if engine_args:
-            raise ConfigError(
-                expected="arguments behind -- only with --engine vllm or atom",
-                found=" ".join(engine_args),
-                where="dspark serve",
-                fix="Add --engine vllm, or leave them out; our own engine has options of its own: "
-                "`dspark serve --help`.",
-            )
+        _refuse_engine_args(engine_args or [])
         _serve_here(options, plan=plan, as_json=as_json)
         return
-    if given := options.for_our_engine:
+    _refuse_own_options(engine, options.for_our_engine)
+    from dspark.cli.serve import serve_elsewhere
+
+    serve_elsewhere(checkpoint, engine, target, engine_args or [], plan=plan, as_json=as_json)
+
+
+def _refuse_engine_args(given: list[str]) -> None:
+    if given:
+        raise ConfigError(
+            expected="arguments behind -- only with --engine vllm or atom",
+            found=" ".join(given),
+            where="dspark serve",
+            fix="Add --engine vllm, or leave them out; our own engine has options of its own: "
+            "`dspark serve --help`.",
+        )
+
+
+def _refuse_own_options(engine: str, given: Sequence[str]) -> None:
+    if given:
         raise ConfigError(
             expected=f"only options that dspark has for {engine}, and {engine}'s own behind --",
             found=", ".join(given),
@@ -81,9 +93,6 @@ def serve(
             fix=f"Put them behind --, in {engine}'s words: dspark serve DRAFT --engine {engine} "
             "-- OPTIONS",
         )
-    from dspark.cli.serve import serve_elsewhere
-
-    serve_elsewhere(checkpoint, engine, target, engine_args or [], plan=plan, as_json=as_json)
 
 
 def _serve_here(options: told.ServeOptions, *, plan: bool, as_json: bool) -> None:
