@@ -73,6 +73,14 @@ ELSEWHERE = {
 }
 
 
+def test_what_the_commands_write_into_a_checkout_is_not_for_git() -> None:
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    written = re.findall(r"--out (\S+)", "\n".join(COMMANDS))
+    written += [f"{c.split()[-1]}/" for c in COMMANDS if c.startswith("dspark export")]
+    assert len(written) == 2
+    assert {f"/{name}" for name in written} <= set(ignored)
+
+
 def run_in_process(command: str) -> int:
     """Exit status of a dspark command line; its output is pytest's to capture."""
     program, *arguments = shlex.split(command)

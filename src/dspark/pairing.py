@@ -9,7 +9,7 @@ draft on other weights, and is told so; ids must mean the same tokens all the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,32 @@ def target_section(folder: Path, other: str | None) -> TargetSection:
     source = other or _source(folder, provenance)
     # A path has no revision of its own: its content is compared.
     pinned = other is None and not Path(source).expanduser().exists()
+    revision = provenance.get("target_revision") if pinned else None
+    longest = config.max_position_embeddings
+    return recorded_section(folder, provenance, source, revision=revision, longest=longest)
+
+
+def recorded_section(
+    folder: Path,
+    provenance: Mapping[str, Any],
+    source: str,
+    *,
+    revision: str | None = None,
+    longest: int | None = None,
+) -> TargetSection:
+    """``source`` in the precision and context that the draft in ``folder`` was made with.
+
+    ``longest``: the context where none is recorded; None for the usual one.
+
+    Raises:
+        CheckpointError: the provenance holds nonsense.
+    """
+    names = {"target_dtype": "dtype", "target_max_context": "max_context"}
+    fields = {own: provenance[key] for key, own in names.items() if key in provenance}
+    if longest is not None:
+        fields.setdefault("max_context", longest)
     try:
-        return TargetSection(
-            source=source,
-            revision=provenance.get("target_revision") if pinned else None,
-            dtype=provenance.get("target_dtype", "float32"),
-            max_context=provenance.get("target_max_context", config.max_position_embeddings),
-        )
+        return TargetSection(source=source, revision=revision, **fields)
     except ValidationError as error:
         raise CheckpointError(
             expected="a provenance that describes a target",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from client.scripted_server import Reply, Scripted, Seen, scripted
+from dspark.artifacts.progress import OnDone, untold
 from dspark.bench.figures.arm import arm_figures
 from dspark.bench.figures.schema import ArmFigures
 from dspark.bench.play.http import HttpPlayer, accepted_of
@@ -21,6 +22,7 @@ from dspark.bench.tasks.questions import Question
 from dspark.bench.tasks.task import Task, task_named
 from dspark.client import Client, Endpoint, Retry, Timeouts
 from dspark.errors import EndpointError, ForeignArtifactError
+from told import Told
 
 TASK = task_named("mt_bench")
 QUESTIONS = [Question("mt_bench", f"mt_bench/{i}", "c", (f"q {i}", "again")) for i in range(3)]
@@ -72,7 +74,11 @@ def server(chat: Callable[[Seen], Reply], metrics: Callable[[], str] | None = No
 
 
 async def played(
-    running: Scripted, settings: SuiteSettings, log: AnswerLog, task: Task = TASK
+    running: Scripted,
+    settings: SuiteSettings,
+    log: AnswerLog,
+    task: Task = TASK,
+    on_question: OnDone = untold,
 ) -> ArmFigures:
     endpoint = Endpoint(running.url, concurrency=settings.concurrency)
     retry = Retry(attempts=2, first=0.01, most=0.02)
@@ -81,13 +87,15 @@ async def played(
         player = HttpPlayer(client, endpoint, one_by_one=settings.concurrency == 1)
         await player.counters()
         await warm_up(player, task, QUESTIONS, settings)
-        arm = await play_arm(player, task, QUESTIONS, 0.0, settings, log)
+        arm = await play_arm(player, task, QUESTIONS, 0.0, settings, log, on_question)
         return arm_figures(arm, settings, "a test", 80)
 
 
-def measure(running: Scripted, log: AnswerLog | None = None, **settings: Any) -> ArmFigures:
+def measure(
+    running: Scripted, log: AnswerLog | None = None, told: OnDone = untold, **settings: Any
+) -> ArmFigures:
     own = SuiteSettings(**({"timeout": 5.0} | settings))
-    return asyncio.run(played(running, own, log or AnswerLog(None, {})))
+    return asyncio.run(played(running, own, log or AnswerLog(None, {}), on_question=told))
 
 
 @pytest.mark.parametrize(
@@ -270,9 +278,13 @@ def test_a_server_that_dies_stops_the_run_and_the_next_one_goes_on(tmp_path: Pat
     assert len(kept) == 4
     log = AnswerLog(path, {"run": 1})
     assert log.resumed == 4
+    whole = sum(log.holds(q.id, 0.0, len(q.turns)) for q in QUESTIONS)
     with server(lambda _: stream(dspark=OURS)) as running:
-        found = measure(running, log, warm_up=0)
+        told = Told()
+        found = measure(running, log, told, warm_up=0)
         assert len(running.asked("/v1/chat/completions")) == 2
+    assert whole
+    assert (told.kept, told.made) == (whole, len(QUESTIONS) - whole)
     assert (found.turns, found.failed) == (6, 0)
     assert found.acceptance is not None
     assert found.speed is None

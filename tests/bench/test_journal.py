@@ -12,6 +12,7 @@ from dspark.config.recipe import BenchSection
 from dspark.decoding.acceptance import AcceptanceCounter, StepCount
 from dspark.decoding.request import Generation
 from dspark.decoding.sampling import SamplingParams
+from told import Told
 
 HERE = {"device": "here", "cores": 2}
 
@@ -86,8 +87,10 @@ def test_a_cut_bench_keeps_texts_and_times_cut_groups_again(
     else:
         found.run(PROMPTS)
     resumed, plain = bench(path)
+    resumed.on_pair = told = Told()
     assert figures(resumed) == want
-    assert plain.calls == again
+    assert plain.calls == told.made == again
+    assert told.kept == 26 - again
     third, plain = bench(path)
     assert figures(third) == want
     assert plain.calls == 0

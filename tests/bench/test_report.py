@@ -22,6 +22,8 @@ from dspark.bench.report import (
 )
 from dspark.bench.results import Bench, Lineage, Summary
 from dspark.errors import ArtifactError, MissingArtifactError, MissingDependencyError
+from dspark.page import TOKEN_KINDS
+from dspark.server.playground import playground
 
 pytest.importorskip("matplotlib")
 HOSTILE = (
@@ -125,7 +127,7 @@ def test_the_eye_sees_the_rounded_headline_and_a_slow_draft_is_called_slower(
 ) -> None:
     text = re.sub(r"\s+", " ", Page(page_text).text)
     assert "1.62× the speed of plain decoding" in text
-    assert "0.94× slower than plain decoding" in text
+    assert "0.94× the speed of plain decoding: slower" in text
     assert text.index("Workload prompts") < text.index("General prompts") < text.index("Results")
     assert "Maths word problems from our own seeded generator" in text
 
@@ -337,3 +339,25 @@ def test_stages_made_by_other_code_or_in_several_attempts_are_named() -> None:
     assert "train: made by dspark run recipes/word-problems.yaml output=runs/a" in told
     assert "at commit 3d1fa11+dirty, in 3 attempts" in told
     assert "bench: made by" not in told
+
+
+def test_tokens_of_a_sample_add_up_and_mean_the_same_on_every_page() -> None:
+    summary, bench, training, lineage = made_run()
+    kinds = ["bonus", "corrected", "accepted", "accepted", "bonus", "accepted"]
+    pieces = [{"text": f"w{i}", "kind": kind} for i, kind in enumerate(kinds)]
+    bench["arms"][0]["sample"] = {"prompt": "p", "pieces": pieces}
+    text = re.sub(r"\s+", " ", Page(rendered(summary, bench, training, lineage)).text)
+    assert "Tokens: 6, of which 3 accepted, 1 corrected, 2 bonus." in text
+    assert "Forwards of the target: 4, that of the prompt included." in text
+    facts = {
+        "version": "0",
+        "model": "m",
+        "draft": "d",
+        "block_size": 4,
+        "examples": [],
+        "locked": False,
+    }
+    talk = re.sub(r"\s+", " ", Page(playground(facts)).text)
+    for kind, meaning in TOKEN_KINDS.items():
+        assert f"{kind} {meaning}" in text
+        assert f"{kind} {meaning}" in talk

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -20,6 +20,7 @@ from captured_targets import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dspark.artifacts.progress import OnDone, untold
 from dspark.capture.embedded import capture, length_batches
 from dspark.errors import DataError
 from dspark.hidden.answers import Answer
@@ -28,6 +29,7 @@ from dspark.hidden.record import HiddenRecord
 from dspark.model.cache import shared_prefix
 from dspark.model.spans import Span
 from dspark.model.target import DecoderTarget
+from told import Told
 
 TARGET = make_target()
 SHARED = 20
@@ -132,16 +134,17 @@ def test_existing_records_are_skipped_and_the_rest_is_added(tmp_path: Path) -> N
     answers = make_answers(6, shared=SHARED)
     store = DiskStore(tmp_path)
 
-    def run(answers: Sequence[Answer], on_tokens: Callable[[int], None] = lambda _: None) -> int:
+    def run(answers: Sequence[Answer], on_tokens: OnDone = untold) -> int:
         return capture(
             TARGET, answers, store, batch_tokens=64, dtype=torch.float32, on_tokens=on_tokens
         )
 
     assert run(answers[2:4]) == 2
     before = {p.name: (p.stat().st_mtime_ns, p.stat().st_ino) for p in tmp_path.iterdir()}
-    seen: list[int] = []
-    assert run(answers, seen.append) == 4
-    assert sum(seen) == sum(len(a.ids) for a in answers)
+    told = Told()
+    assert run(answers, told) == 4
+    assert told.kept == sum(len(a.ids) for a in answers[2:4])
+    assert told.made == sum(len(a.ids) for a in answers) - told.kept
     assert store.ids() == [a.id for a in answers]
     after = {p.name: (p.stat().st_mtime_ns, p.stat().st_ino) for p in tmp_path.iterdir()}
     assert {name: after[name] for name in before} == before

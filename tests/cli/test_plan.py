@@ -24,7 +24,7 @@ from dspark.cli.plan import plan_of, plan_table, print_plan
 from dspark.cli.plan_state import standings
 from dspark.config.load import load_recipe
 from dspark.config.recipe import BenchSection, TargetSection
-from dspark.errors import DSparkError, TargetError
+from dspark.errors import ConfigError, DSparkError, TargetError
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
@@ -244,3 +244,23 @@ def test_a_plan_without_the_target_at_hand_says_that_it_cannot_compare(tiny_run:
     found = standings(planned(tiny_run.parent / "tiny.yaml", "target.source=nobody/nothing"))
     assert {stand.state for stand in found.values()} == {"?"}
     assert "target" in found["prompts"].why
+
+
+@pytest.mark.parametrize(("mask", "found"), [(20, "an ordinary token"), (2, "the target's eos")])
+def test_a_plan_refuses_the_mask_token_that_the_run_would(
+    tiny_recipe: Path, mask: int, found: str
+) -> None:
+    with pytest.raises(ConfigError, match=found) as refused:
+        plan_of(planned(tiny_recipe, f"draft.mask_token_id={mask}"))
+    assert refused.value.where == "draft.mask_token_id"
+
+
+def test_a_plan_without_the_tokenizer_says_that_it_assumes_the_mask_token(
+    tiny_recipe: Path, tiny_target: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_target, bare, ignore=shutil.ignore_patterns("*token*", "*vocab*"))
+    run = planned(tiny_recipe, f"target.source={bare}", "draft.mask_token_id=20")
+    run.screen.console = Console(file=io.StringIO())
+    assert plan_of(run)
+    assert "draft.mask_token_id is a reserved id" in run.screen.console.file.getvalue()

@@ -175,7 +175,7 @@ def test_a_fault_inside_a_list_names_the_index_and_never_the_union_tag(
     error = refusal(write(tmp_path, prompts={"sources": [source]}))
     assert error.where.endswith(f": {key}")
     assert f"{key}: {shown}" in error.found
-    assert "fault in the file" in error.fix
+    assert error.fix.startswith((f"Set {key} ", f"Add {key}", "Did you mean", "Leave"))
 
 
 def test_all_faults_are_listed_and_the_first_gives_the_place(tmp_path: Path) -> None:
@@ -185,7 +185,8 @@ def test_all_faults_are_listed_and_the_first_gives_the_place(tmp_path: Path) -> 
     assert error.where.endswith(": capture.dtype")
     for part in ("capture.dtype: 3", "train.seed: 'x'", "train.batch_size: 0 (must be", "extra:"):
         assert part in error.found
-    assert "4 faults" in error.fix
+    assert "in the file; it must be" in error.fix or "Did you mean" in error.fix
+    assert error.fix.endswith("Mend the 3 other faults named above too.")
 
 
 def test_unknown_keys_are_refused_with_the_nearest_name(tmp_path: Path) -> None:
@@ -252,7 +253,7 @@ def test_a_bad_value_is_traced_to_its_override(recipe_file: Path) -> None:
         ("prompts.sources.first.train=1", "0 to 1"),
         ("bench.temperatures.0=1", "bench.temperatures as a whole"),
         ("train.epochs.x=1", "train.epochs as a whole"),
-        ("zzz=1", "Known keys: name, output"),
+        ("zzz=1", "Choose one of: name, output"),
         ("train.epochs", "train.epochs=2"),
         ("train.epochs=", "=null"),
         ("=3", "train.epochs=2"),
@@ -331,3 +332,26 @@ def test_loading_a_recipe_imports_no_torch(recipe_file: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip() == "False", result.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        (
+            "train.batch_size=0",
+            "Write the override as train.batch_size=VALUE; VALUE must be greater than 0, for "
+            "example train.batch_size=8.",
+        ),
+        (
+            "bench.temperatures=[]",
+            "Write the override as bench.temperatures=VALUE; VALUE must have at least 1 item, for "
+            "example bench.temperatures=[0.0,1.0].",
+        ),
+        ("train.mode=onlin", "Did you mean online or offline?"),
+        ("prompts.sources.0.kind=order_ticket", "Did you mean order_tickets?"),
+    ],
+)
+def test_the_fix_of_an_override_says_which_what_is_allowed_and_an_example(
+    recipe_file: Path, override: str, fix: str
+) -> None:
+    assert refusal(recipe_file, override).fix == fix

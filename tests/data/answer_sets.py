@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dspark.artifacts.progress import OnDone, untold
 from dspark.client import Endpoint
 from dspark.config.answers import RegenerateSection
 from dspark.data.answer_report import AnswerReport
@@ -34,10 +35,14 @@ def served(tokenizer: Any, section: RegenerateSection, ends: Sequence[int] = ())
 
 
 def answers_of(
-    prompts: list[Prompt], answering: Answerer, section: RegenerateSection, folder: Path
+    prompts: list[Prompt],
+    answering: Answerer,
+    section: RegenerateSection,
+    folder: Path,
+    on_answer: OnDone = untold,
 ) -> tuple[list[Answer], AnswerReport]:
     folder.mkdir(parents=True, exist_ok=True)
-    report = regenerate(lambda: prompts, answering, section, folder)
+    report = regenerate(lambda: prompts, answering, section, folder, on_answer)
     return read_answers(folder), report
 
 

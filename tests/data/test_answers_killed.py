@@ -12,8 +12,10 @@ from pathlib import Path
 from client.scripted_server import scripted
 from data.answer_sets import asked, section_of
 from data.answering_server import KIMI, AnsweringServer, by_script, byte_tokenizer
+from dspark.artifacts.progress import OnDone, untold
 from dspark.data.answer_journal import UNFINISHED, Journal
 from dspark.hidden.answers import Answer, answer_files
+from told import Told
 
 TESTS = Path(__file__).parent.parent
 SCRIPT = f"""
@@ -26,11 +28,11 @@ once(sys.argv[1], Path(sys.argv[2]))
 PROMPTS = asked(*([f"question {n}", f"and {n}?"][: 1 + n % 2] for n in range(40)))
 
 
-def once(url: str, folder: Path) -> None:
+def once(url: str, folder: Path, told: OnDone = untold) -> None:
     from data.answer_sets import answers_of, served
 
     section = section_of(url, temperatures=(0.0, 1.0))
-    answers_of(PROMPTS, served(byte_tokenizer(KIMI), section), section, folder)
+    answers_of(PROMPTS, served(byte_tokenizer(KIMI), section), section, folder, told)
 
 
 def start(url: str, folder: Path) -> subprocess.Popen[bytes]:
@@ -55,7 +57,10 @@ def test_killed_at_random_points_and_run_again_gives_the_same_files(tmp_path: Pa
         return f"<think>hm</think>{hash(text[-30:]) % 7 * 'so '}yes"
 
     with scripted(AnsweringServer(tokenizer, by_script(tokenizer, answer))) as running:
-        once(running.url, tmp_path / "undisturbed")
+        once(running.url, tmp_path / "undisturbed", told := Told())
+        assert (told.made, told.kept) == (len(PROMPTS), 0)
+        once(running.url, tmp_path / "undisturbed", told := Told())
+        assert (told.made, told.kept) == (0, len(PROMPTS))
         rng, killed, asked_before = random.Random(1), 0, 0
         while killed < 2:
             process = start(running.url, tmp_path / "killed")

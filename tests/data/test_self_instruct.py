@@ -20,6 +20,7 @@ from dspark.data.served import endpoints_of, write_served
 from dspark.data.shards import read_prompts
 from dspark.decoding.request import GenerationRequest, GenerationResult
 from dspark.errors import DataError, TargetError
+from told import Told
 
 TOKENIZER = byte_tokenizer(CHATML)
 END = TOKENIZER.eos_token_id
@@ -103,8 +104,11 @@ def test_what_was_written_before_a_kill_is_not_written_again(tmp_path: Path) -> 
         path.write_bytes(content[:size])
         before = content[:size].count(b"\n")
         asked: list[int] = []
-        write_turns(source, path, TOKENIZER, (), writer(lambda i: f"question {i % 5}, {i}", asked))
-        assert len(asked) == content.count(b"\n") - before
+        told = Told()
+        write = writer(lambda i: f"question {i % 5}, {i}", asked)
+        write_turns(source, path, TOKENIZER, (), write, told)
+        assert len(asked) == told.made == content.count(b"\n") - before
+        assert told.kept == before
         assert [p.model_dump() for p in written_prompts(source, path)] == whole
 
 

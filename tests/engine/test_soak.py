@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 
 from dspark.decoding.params import SamplingParams
 from engine.pairs import Pair, run
+from resident import resident
 
 REQUESTS = 2000
-
-
-def resident() -> int:
-    """Bytes of this process in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def random_request(pair: Pair, rng: random.Random, seed: int) -> tuple[list[int], SamplingParams]:

@@ -23,6 +23,7 @@ from dspark.quantize.convert import quantize, work_folder
 from dspark.quantize.manifest import read_ptq_manifest
 from dspark.quantize.plan import make_plan
 from made_drafts import edit_config, tiny_config, tiny_qwen3
+from told import Told
 
 GATE = "layers.0.mlp.gate_proj.weight"
 WIDE = tiny_config(hidden_size=96, intermediate_size=208, q_lora_rank=48, target_hidden_size=96)
@@ -217,8 +218,11 @@ def test_it_takes_up_where_it_was_interrupted(
     monkeypatch.setattr(
         convert_module, "pass_tensor", lambda p, n, *rest: (done.append(n), real(p, n, *rest))[1]
     )
-    quantize(plan, tmp_path / "out")
+    told = Told()
+    quantize(plan, tmp_path / "out", told)
     assert lost in done
+    assert told.kept > plan.source_bytes // 3
+    assert told.kept + told.made == plan.source_bytes
     assert len(done) == len(plan.order) - (len(lines) - 1) + 2
     assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "whole")
     assert not work.exists()

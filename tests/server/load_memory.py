@@ -21,6 +21,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
+from resident import resident  # noqa: E402
 from server.load import load  # noqa: E402
 from server.serving import MODEL, make_engine, serving  # noqa: E402
 
@@ -44,11 +45,11 @@ def request(number: int, rng: random.Random) -> dict[str, Any]:
     return body
 
 
-def resident() -> int:
+def held() -> int:
     """Bytes of this process in memory, without what is free and only kept by the allocator."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    return resident()
 
 
 def run(pair: tuple[Path, Path]) -> list[int]:
@@ -58,7 +59,7 @@ def run(pair: tuple[Path, Path]) -> list[int]:
         for start in range(0, REQUESTS, BURST):
             load(served, [request(i, rng) for i in range(start, start + BURST)], clients=16)
             served.idle()
-            memory.append(resident())
+            memory.append(held())
     return memory
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dspark.artifacts.progress import OnDone, untold
 from dspark.bench.journal import Journal, Key, Pair
 from dspark.bench.results import (
     ArmSpeed,
@@ -85,16 +86,16 @@ class LocalBench:
         block_size: int,
         decode_text: Callable[[list[int]], str],
         workload: Sequence[str],
-        on_prompt: Callable[[str], None] = lambda _: None,
+        on_pair: OnDone = untold,
         journal: Journal | None = None,
     ) -> None:
         self.plain, self.drafting, self.section = plain, drafting, section
         self.block_size, self.decode_text, self.workload = block_size, decode_text, workload
-        self.on_prompt = on_prompt
+        self.on_pair = on_pair
         self.journal = Journal() if journal is None else journal
 
     def decodings(self, prompts: Sequence[BenchPrompt]) -> int:
-        """How often ``on_prompt`` will be called: one call per prompt decoded by both arms."""
+        """How often ``on_pair`` will be called: one call per prompt decoded by both arms."""
         groups = _by_category(prompts)
         repeated = sum(min(self._timed(c, groups), len(own)) for c, own in groups.items())
         once = len(prompts) + repeated * (self.section.repeats - 1)
@@ -157,10 +158,11 @@ class LocalBench:
         """One prompt through both arms, one after the other; or as an earlier process did it."""
         key = Key(prompt.id, temperature, repeat)
         pair = self.journal.get(key)
+        kept = pair is not None
         if pair is None:
             pair = self._decode(prompt, temperature)
             self.journal.add(key, pair)
-        self.on_prompt(prompt.id)
+        self.on_pair(kept=kept)
         plain, draft = pair.plain, pair.draft
         timing = _Repeat(len(plain.ids), pair.plain_seconds, len(draft.ids), pair.draft_seconds)
         return plain, draft, timing

@@ -36,16 +36,11 @@ from dspark.bench.results import (
 )
 from dspark.bench.svg import Plot
 from dspark.errors import ArtifactError, MissingArtifactError
-from dspark.page import page_environment
+from dspark.page import TOKEN_KINDS, page_environment
 
 REPORT_NAME = "report.html"
 _GROUPS = (("workload", "Workload prompts"), ("general", "General prompts"))
-_KINDS = {
-    "accepted": "drafted and accepted",
-    "bonus": "bonus: the target's own, after a whole block was accepted",
-    "corrected": "corrected: the target's own, in place of a rejected draft token",
-    "prompt": "prompt",
-}
+_KINDS = {**TOKEN_KINDS, "prompt": "prompt"}
 
 
 def render_report(
@@ -215,11 +210,16 @@ def _pooled_slots(bench: Bench) -> dict[float, list[float]]:
 def _samples(bench: Bench) -> list[tuple[BenchArm, Sample, dict[str, int]]]:
     """Arms with a sample, the workload's first, with the number of pieces of each kind."""
     arms = sorted(bench.arms, key=lambda a: (a.group != "workload", a.temperature))
-    return [
-        (arm, arm.sample, {k: sum(p.kind == k for p in arm.sample.pieces) for k in _KINDS})
-        for arm in arms
-        if arm.sample
-    ]
+    return [(arm, arm.sample, _counts(arm.sample)) for arm in arms if arm.sample]
+
+
+def _counts(sample: Sample) -> dict[str, int]:
+    """Tokens of each kind, in all, and forwards of the target: one for each of its own tokens, and
+    one more for an answer that ended inside an accepted block."""
+    kinds: list[str] = [piece.kind for piece in sample.pieces if piece.kind != "prompt"]
+    own = sum(kind != "accepted" for kind in kinds)
+    forwards = own + (kinds[-1:] == ["accepted"])
+    return {**{k: kinds.count(k) for k in TOKEN_KINDS}, "tokens": len(kinds), "forwards": forwards}
 
 
 def _stages(summary: Summary) -> list[tuple[str, float, float]]:

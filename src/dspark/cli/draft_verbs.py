@@ -12,6 +12,8 @@ from typing import Annotated
 
 import typer
 
+from dspark.errors import ConfigError
+
 verbs = typer.Typer()
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe YAML.")]
@@ -170,7 +172,12 @@ def inspect(
     """Show what a recipe makes or a folder holds, where it came from, and whether it is whole."""
     if rows is not None:
         if as_json or deep:
-            raise typer.BadParameter("--rows shows rows only: leave --json and --deep out")
+            raise ConfigError(
+                expected="--rows alone: it shows rows only",
+                found="--json or --deep with it",
+                where="dspark inspect --rows",
+                fix="Leave --json and --deep out, or leave --rows out.",
+            )
         from dspark.cli.show_rows import inspect_rows
 
         inspect_rows(path, rows, seed, tokenizer)

@@ -20,6 +20,7 @@ from dspark.checkpoint.target import LoadedTarget
 from dspark.cli.console import Screen
 from dspark.cli.draft_target import load_target_of
 from dspark.config.engine import EngineOptions
+from dspark.config.faults import unknown_choice
 from dspark.config.load import parse_yaml
 from dspark.decoding.params import Grammar, SamplingParams
 from dspark.engine.answer import RequestOutput
@@ -89,12 +90,8 @@ def sampling_params(overrides: list[str]) -> SamplingParams:
         else:
             data[name] = value
     if unknown := sorted(set(data) - set(FIELDS)):
-        raise ConfigError(
-            expected=f"sampling parameters: {', '.join(FIELDS)}",
-            found=", ".join(unknown),
-            where="dspark generate",
-            fix="For example: temperature=0.7 top_p=0.95 max_new_tokens=200",
-        )
+        more = "For example: temperature=0.7 top_p=0.95 max_new_tokens=200"
+        raise unknown_choice(unknown[0], FIELDS, "dspark generate", more)
     if isinstance(grammar := data.get("grammar"), dict):
         data["grammar"] = Grammar(str(grammar.get("kind")), str(grammar.get("text")))  # type: ignore[arg-type]
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dspark.artifacts import atomic_write
+from dspark.cli.places import require_there
 from dspark.config.torchspec import import_torchspec
 from dspark.errors import ConfigError
 
@@ -19,6 +20,7 @@ def import_config(path: Path, out: Path | None) -> None:
     Raises:
         ConfigError: not a TorchSpec file, or ``out`` exists.
     """
+    require_there(path, "a TorchSpec YAML", "Name the file that TorchSpec's --config takes.")
     found = import_torchspec(path)
     text = yaml.safe_dump(found.recipe, sort_keys=False, allow_unicode=True)
     if out is None:

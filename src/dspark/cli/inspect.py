@@ -17,9 +17,10 @@ from rich.text import Text
 
 from dspark.artifacts import MANIFEST, STAGE, lineage, verify
 from dspark.cli.console import Screen, print_fault
-from dspark.cli.places import CONFIG, is_run
+from dspark.cli.places import CONFIG, is_run, require_there
 from dspark.errors import ArtifactError, ConfigError
 
+KNOWN = "a recipe (.yaml), or the folder of a run, an artifact or a draft"
 FIGURES = (
     "tensors", "parameters", "trainable_parameters", "row_width", "cache_elements_per_token",
     "cache_bytes_per_token",
@@ -37,14 +38,15 @@ def describe(path: Path, *, deep: bool, screen: Screen | None = None) -> dict[st
         ConfigError: a recipe's fault, or a path of nothing that dspark knows.
         ArtifactError: an artifact that is damaged or foreign.
     """
+    require_there(path, KNOWN, "Check the path; a checkpoint is named by its folder.")
     if path.is_file() and path.suffix in {".yaml", ".yml"}:
         from dspark.cli.inspect_draft import describe_recipe
 
         return describe_recipe(path)
     if not path.is_dir():
         raise ConfigError(
-            expected="a recipe (.yaml), or the folder of a run, an artifact or a draft",
-            found="another file" if path.exists() else "nothing at this path",
+            expected=KNOWN,
+            found="another file",
             where=str(path),
             fix="Check the path; a checkpoint is named by its folder.",
         )

@@ -11,7 +11,7 @@ from dspark.artifacts import atomic_write
 from dspark.bench.figures.leaderboard import render_leaderboard
 from dspark.bench.figures.schema import SCHEMA
 from dspark.cli.suite_bench import read_suite
-from dspark.errors import MissingArtifactError
+from dspark.errors import ConfigError
 
 
 def write_leaderboard(results: Path, out: Path, *, check: bool = False) -> bool:
@@ -21,13 +21,13 @@ def write_leaderboard(results: Path, out: Path, *, check: bool = False) -> bool:
         False when it was to be checked and is another one.
 
     Raises:
-        MissingArtifactError: no such folder.
+        ConfigError: no such folder.
         ArtifactError: a file that says it is a suite's results, and is not.
     """
     if not results.is_dir():
-        raise MissingArtifactError(
+        raise ConfigError(
             expected="a folder of results",
-            found="none",
+            found="another file" if results.exists() else "no such file or folder",
             where=str(results),
             fix="Measure first: dspark bench DRAFT --suite quick --out FOLDER/NAME.json",
         )

@@ -241,10 +241,23 @@ def _print_error(error: DSparkError) -> None:
     print_fault(console, "Error", error.where, error.expected, error.found, error.fix)
 
 
+def _called(arguments: list[str] | None) -> Any:
+    """The exit status; what typer refuses becomes an error of ours."""
+    from dspark.cli.usage import UsageError, usage_error
+
+    try:
+        return app(args=arguments, prog_name="dspark", standalone_mode=False)
+    except UsageError as error:
+        if (ours := usage_error(error)) is None:
+            error.show()
+            return error.exit_code
+        raise ours from None
+
+
 def entry(arguments: list[str] | None = None) -> Any:
     """Console entry point; returns only through ``SystemExit``."""
     try:
-        app(args=arguments, standalone_mode=True)
+        sys.exit(_called(arguments))
     except DSparkError as error:
         if os.environ.get("DSPARK_TRACEBACK"):
             raise

@@ -21,12 +21,30 @@ def is_run(folder: Path) -> bool:
     return any((folder / kind / name).is_file() for kind in STAGES for name in (MANIFEST, STAGE))
 
 
+def require_there(path: Path, expected: str, fix: str) -> None:
+    """Refuse a path of nothing, for every verb alike: it is a mistake of the command line.
+
+    Raises:
+        ConfigError: nothing is there.
+    """
+    if not path.exists():
+        raise ConfigError(
+            expected=expected, found="no such file or folder", where=str(path), fix=fix
+        )
+
+
 def draft_folder(source: Path) -> Path:
     """The draft's folder, whether a run or the draft itself was named.
 
     Raises:
+        ConfigError: nothing is there.
         CheckpointError: neither.
     """
+    require_there(
+        source,
+        "a run with a finished draft, or a draft folder",
+        "Check the path: a run's folder after training, or the folder that holds config.json.",
+    )
     for folder in (source, source / "draft"):
         if (folder / CONFIG).is_file():
             return folder
@@ -46,6 +64,7 @@ def folder_to_examine(source: Path) -> Path:
     """As :func:`draft_folder`, but any other folder is taken too: what it lacks is to be told.
 
     Raises:
+        ConfigError: nothing is there.
         CheckpointError: no folder, or a run without a draft.
     """
     return source if source.is_dir() and not is_run(source) else draft_folder(source)
@@ -58,13 +77,11 @@ def recipe_or_draft(source: Path, verb: str) -> Path:
         ConfigError: nothing is there.
         CheckpointError: a folder without a draft.
     """
-    if not source.exists():
-        raise ConfigError(
-            expected="a recipe (.yaml), a draft folder, or a run's folder",
-            found="no such file or folder",
-            where=str(source),
-            fix=f"Check the path: dspark {verb} RECIPE.yaml, or dspark {verb} RUN/draft.",
-        )
+    require_there(
+        source,
+        "a recipe (.yaml), a draft folder, or a run's folder",
+        f"Check the path: dspark {verb} RECIPE.yaml, or dspark {verb} RUN/draft.",
+    )
     return draft_folder(source) if source.is_dir() else source
 
 
@@ -90,8 +107,6 @@ def drafts_in(arguments: Sequence[str], verb: str, count: int, *, results: bool)
 
 
 def _found(source: Path) -> str:
-    if not source.exists():
-        return "no such folder"
     if not source.is_dir():
         return "a recipe" if source.suffix in RECIPES else "a file"
     if is_run(source):

@@ -14,9 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from dspark.artifacts import Kind
+from dspark.checkpoint.pretrained import read_tokenizer
 from dspark.checkpoint.published import read_config
 from dspark.checkpoint.sizes import read_sizes
 from dspark.checkpoint.source import find_target
+from dspark.checkpoint.tokenizer import generation_end_ids
 from dspark.cli.bounds import (
     RATE,
     BenchLoad,
@@ -31,7 +33,9 @@ from dspark.cli.context import LEFT_OUT, RunContext
 from dspark.cli.figures import figures_table, shown_bytes, shown_time
 from dspark.config.prompts import FileSource, HubSource, PromptSource, SelfInstructSource
 from dspark.config.recipe import BenchSection, TargetSection
+from dspark.data.chat import check_mask_token, end_of_turn_ids
 from dspark.data.sources import usable_prompts
+from dspark.errors import MissingDependencyError, TargetError
 
 TOKEN_BYTES = 12  # of text as JSON holds it; a token of prose is 4
 
@@ -40,11 +44,13 @@ def plan_of(run: RunContext) -> dict[Kind, Need]:
     """Bounds of every stage of ``run``.
 
     Raises:
-        ConfigError: a draft that does not fit the target, or a context beyond the target's own.
+        ConfigError: a draft that does not fit the target, a mask token that text could hold, or a
+            context beyond the target's own.
         TargetError: no such target, no network, or a config that cannot be read.
         DataError, MissingDependencyError: a prompt source that is here cannot be read.
     """
     target = read_sizes(run.recipe.target, run.target_files)
+    _check_mask(run, target.shape.vocab_size)
     size, turns, sources = 0, 0, run.recipe.prompts.sources
     with run.screen.bar("reading prompt sources", len(sources)) as bar:
         for source in sources:
@@ -52,6 +58,22 @@ def plan_of(run: RunContext) -> dict[Kind, Need]:
             size, turns = size + found[0], turns + found[1]
             bar.advance()
     return Bounds(run.recipe, target, size, turns).needs()
+
+
+def _check_mask(run: RunContext, vocabulary: int) -> None:
+    """As the run checks ``draft.mask_token_id``, where the target's tokenizer is here."""
+    files, why = run.target_files, "the target's files are not here yet"
+    tokenizer = None
+    if not files.hub and Path(files.location).is_dir():
+        try:
+            tokenizer = read_tokenizer(files)
+        except (TargetError, MissingDependencyError) as error:
+            why = error.found
+    if tokenizer is None:
+        run.screen.stage("assumed", f"draft.mask_token_id is a reserved id: {why}")
+        return
+    ends = end_of_turn_ids(tokenizer, generation_end_ids(files.source))
+    check_mask_token(tokenizer, run.recipe.draft.mask_token_id, vocabulary, ends)
 
 
 def _source_size(run: RunContext, source: PromptSource) -> tuple[int, int]:

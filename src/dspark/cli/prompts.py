@@ -29,6 +29,7 @@ from dspark.artifacts import (
     run_lock,
 )
 from dspark.artifacts.machine import cpu_name
+from dspark.artifacts.progress import OnDone, untold
 from dspark.cli.console import Screen
 from dspark.cli.figures import figures_table, shown_bytes, shown_time
 from dspark.cli.loose_prompts import NAMES, Loose, loose_recipe, refuse
@@ -178,12 +179,12 @@ def _build(
     tasks: TaskItems | None,
     screen: Screen | None,
 ) -> PromptReport:
-    def build(on_rows: Callable[[int], None]) -> PromptReport:
+    def build(on_rows: OnDone) -> PromptReport:
         section = recipe.prompts
         return build_prompts(section, folder, tokens, keep_ids=True, tasks=tasks, on_rows=on_rows)
 
     if screen is None:
-        return build(lambda rows: None)
+        return build(untold)
     with screen.bar("rows", None) as bar:
         return build(bar.advance)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.artifacts import require_free
+from dspark.artifacts.progress import OnDone, untold
 from dspark.cli.console import Screen
 from dspark.cli.figures import shown_bytes
-from dspark.cli.places import draft_folder
+from dspark.cli.places import draft_folder, require_there
 from dspark.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def check_checkpoint(out: Path, source: Path, *, as_json: bool) -> None:
         DamagedArtifactError: it is not; names the place.
         DSparkError: ``source`` is no draft, or another one.
     """
+    require_there(out, "an FP8 draft's folder, then the draft it was made of", "Check the path.")
     source = draft_folder(source)
     from dspark.quantize.check import check, plan_of
 
@@ -142,9 +144,9 @@ def _tell(screen: Screen | None, found: dict[str, Any], name: str, text: str) ->
 
 
 @contextmanager
-def _bar(screen: Screen | None, title: str, total: int) -> Iterator[Callable[[int], None]]:
+def _bar(screen: Screen | None, title: str, total: int) -> Iterator[OnDone]:
     if screen is None:
-        yield lambda _: None
+        yield untold
         return
     with screen.byte_bar(title, total) as on_bytes:
         yield on_bytes

@@ -5,6 +5,7 @@ Like `dspark.cli.main`, this module imports neither torch nor transformers at it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ import typer
 
 from dspark.cli import serve_options as told
 from dspark.cli.draft_verbs import Overrides
+from dspark.errors import ConfigError
 
 verbs = typer.Typer()
 
@@ -62,15 +64,35 @@ def serve(
         None if role is None else role.value, peer, patience,
     )  # fmt: skip
     if engine == "embedded":
-        if engine_args:
-            raise typer.BadParameter("arguments behind -- are for --engine vllm or atom")
+        _refuse_engine_args(engine_args or [])
         _serve_here(options, plan=plan, as_json=as_json)
         return
-    if given := options.for_our_engine:
-        raise typer.BadParameter(f"for {engine}, put {', '.join(given)} behind --")
+    _refuse_own_options(engine, options.for_our_engine)
     from dspark.cli.serve import serve_elsewhere
 
     serve_elsewhere(checkpoint, engine, target, engine_args or [], plan=plan, as_json=as_json)
+
+
+def _refuse_engine_args(given: list[str]) -> None:
+    if given:
+        raise ConfigError(
+            expected="arguments behind -- only with --engine vllm or atom",
+            found=" ".join(given),
+            where="dspark serve",
+            fix="Add --engine vllm, or leave them out; our own engine has options of its own: "
+            "`dspark serve --help`.",
+        )
+
+
+def _refuse_own_options(engine: str, given: Sequence[str]) -> None:
+    if given:
+        raise ConfigError(
+            expected=f"only options that dspark has for {engine}, and {engine}'s own behind --",
+            found=", ".join(given),
+            where=f"dspark serve --engine {engine}",
+            fix=f"Put them behind --, in {engine}'s words: dspark serve DRAFT --engine {engine} "
+            "-- OPTIONS",
+        )
 
 
 def _serve_here(options: told.ServeOptions, *, plan: bool, as_json: bool) -> None:
@@ -125,7 +147,14 @@ def generate(
     folders = [Path(a) for a in arguments or [] if "=" not in a]
     overrides = [a for a in arguments or [] if "=" in a]
     if len(folders) > 1 or not prompt:
-        raise typer.BadParameter("one draft folder at most, and at least one --prompt")
+        raise ConfigError(
+            expected="at least one --prompt" if not prompt else "one draft folder at most",
+            found="none" if not prompt else ", ".join(map(str, folders)),
+            where="dspark generate",
+            fix="Write dspark generate DRAFT --prompt 'What is a draft?'; --prompt may be repeated."
+            if not prompt
+            else "Name one of them; settings are written as name=value.",
+        )
     from dspark.cli.places import draft_folder
 
     draft = draft_folder(folders[0]) if folders else None

@@ -18,6 +18,7 @@ from dspark.checkpoint.published import read_raw
 from dspark.checkpoint.source import PACKAGE, find_target
 from dspark.cli.launch import Engine, Launch, Served, launch
 from dspark.cli.vllm_process import exec_vllm, find_vllm
+from dspark.config.faults import unknown_choice
 from dspark.doctor.predicates import provenance_of
 from dspark.errors import ConfigError
 
@@ -116,12 +117,7 @@ def served_draft(checkpoint: Path) -> Served:
 def _require_plan(engine: str, plan: bool) -> None:
     engines = get_args(Engine)
     if engine not in engines:
-        raise ConfigError(
-            expected=f"one of embedded, {', '.join(engines)}",
-            found=engine,
-            where="dspark serve --engine",
-            fix="Name one of them.",
-        )
+        raise unknown_choice(engine, ("embedded", *engines), "dspark serve --engine")
     if engine == "atom" and not plan:
         raise ConfigError(
             expected=f"--plan with --engine {engine}: dspark prints that engine's launch line",

@@ -19,6 +19,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from dspark.artifacts import Manifest, verify
+from dspark.cli.places import require_there
 from dspark.data.prompt import Prompt
 from dspark.data.shards import stream_prompts
 from dspark.errors import DSparkError, MissingArtifactError
@@ -33,9 +34,11 @@ def inspect_rows(path: Path, count: int, seed: int, tokenizer: str | None) -> No
     """``dspark inspect PATH --rows COUNT``: rows of a finished artifact, ids as text.
 
     Raises:
+        ConfigError: nothing is there.
         ArtifactError: not finished, damaged, or of another kind.
         TargetError: the tokenizer named on the command line cannot be loaded.
     """
+    require_there(path, "the folder of prompts or answers", "Check the path: RUN/answers, say.")
     manifest = verify(path)
     console = Console(soft_wrap=True)
     show_rows(path, manifest.kind, count, seed, console, _decoder(manifest, tokenizer, console))

@@ -104,7 +104,7 @@ def run_states(run: RunContext, folder: Path) -> StageResult:
     with run.screen.bar("hidden states (tokens)", total) as bar:
         if section.engine == "vllm":
             present = set(store.ids())
-            bar.advance(sum(len(a.ids) for a in answers if a.id in present))
+            bar.advance(sum(len(a.ids) for a in answers if a.id in present), kept=True)
             capture_in_vllm(run, store.folder, ids, bar.advance)
         else:
             capture(
@@ -143,7 +143,7 @@ def run_bench(run: RunContext, folder: Path) -> StageResult:
     atomic_json(folder / "results.json", rows)
     told = [
         f"{row['prompts']} T={row['temperature']}: {length_text(row['acceptance_length'])}, "
-        f"{row['speedup']:.2f}x"
+        f"{row['speedup']:.2f}x plain speed"
         for row in rows
     ]
     measured = measured_prompts(prompts, run.recipe.bench)
@@ -224,7 +224,7 @@ def bench_draft(
             draft.config.block_size,
             lambda ids: str(target.tokenizer.decode(ids)),
             workload,
-            lambda _: bar.advance(),
+            bar.advance,
             journal,
         )
         bar.set(0, bench.decodings(rows))

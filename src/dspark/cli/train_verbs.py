@@ -27,12 +27,14 @@ def teach(
     name: Annotated[str | None, typer.Option(help="This teacher's own name.")] = None,
 ) -> None:
     """Be a teacher: stream hidden states to the trainer of this recipe until it has finished."""
+    from dspark.config.load import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
     from dspark.cli.context import RunContext
     from dspark.cli.origin import command_line
     from dspark.cli.teachers import run_teacher
-    from dspark.config.load import load_recipe
 
-    run = RunContext(load_recipe(recipe, overrides or []), command_line())
+    run = RunContext(loaded, command_line())
     run_teacher(run, connect, ranks, name)
 
 

@@ -8,6 +8,8 @@ dotted key as the user wrote it, what is needed there and what was found.
 from __future__ import annotations
 
 import difflib
+import json
+import re
 from collections.abc import Iterable, Sequence
 from types import UnionType
 from typing import Annotated, Any, NamedTuple, NoReturn, Union, get_args, get_origin
@@ -25,9 +27,14 @@ class _Place(NamedTuple):
 
 
 class _Fault(NamedTuple):
+    """What to do is ``mend``, or else follows from what the value ``must`` be and an example."""
+
     key: str
     need: str
     found: str
+    mend: str = ""
+    must: str = ""
+    example: str = ""
 
 
 def _alternatives(annotation: Any) -> list[Any]:
@@ -64,9 +71,32 @@ def item_type(annotation: Any) -> Any:
     return None
 
 
+def spelled_like(word: str, known: Iterable[str], cutoff: float = 0.7) -> list[str]:
+    """What of ``known`` is spelled like ``word``, the likeliest first."""
+    return difflib.get_close_matches(word, list(known), n=3, cutoff=cutoff)
+
+
 def nearest(key: str, known: Iterable[str]) -> str:
     """Existing keys spelled like ``key``, joined by "or"; empty when none comes close."""
-    return " or ".join(difflib.get_close_matches(key, list(known), n=3, cutoff=0.5))
+    return " or ".join(spelled_like(key, known, cutoff=0.5))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """What to do about a ``word`` that is none of ``known``."""
+    known = tuple(known)
+    likely = nearest(word, known)
+    return f"Did you mean {likely}?" if likely else f"Choose one of: {', '.join(known)}."
+
+
+def unknown_choice(word: str, known: Iterable[str], where: str, more: str = "") -> ConfigError:
+    """The error for a ``word`` that is none of ``known``; ``more`` is said behind the advice."""
+    known = tuple(known)
+    return ConfigError(
+        expected=f"one of {', '.join(known)}",
+        found=repr(word),
+        where=where,
+        fix=f"{did_you_mean(word, known)} {more}".rstrip(),
+    )
 
 
 def leading_key(message: str, schema: Any, data: Any) -> str:
@@ -114,13 +144,27 @@ def refuse(
     first = faults[0]
     by_override = any(first.key == t or first.key.startswith(f"{t}.") for t in touched)
     origin = " (set by an override)" if by_override else ""
-    count = "the fault" if len(faults) == 1 else f"the {len(faults)} faults"
     raise ConfigError(
         expected=first.need,
         found="; ".join(f"{f.key}: {f.found}" if f.key else f.found for f in faults),
         where=f"{file}: {first.key}{origin}" if first.key else file,
-        fix=f"Correct {count} in {'the override' if by_override else 'the file'}.",
+        fix=_fix(faults, by_override=by_override),
     ) from error
+
+
+def _fix(faults: Sequence[_Fault], *, by_override: bool) -> str:
+    """What to do about the first fault, and how many others are told of in ``found``."""
+    first = faults[0]
+    key, sign = first.key, "=" if by_override else ": "
+    text = first.mend
+    if not text:
+        text = f"Write the override as {key}=VALUE" if by_override else f"Set {key} in the file"
+        text += f"; {'VALUE' if by_override else 'it'} must {first.must}"
+        text += f", for example {key}{sign}{first.example}" if first.example else ""
+    text += "" if text.endswith("?") else "."
+    others = len(faults) - 1
+    more = "the other fault" if others == 1 else f"the {others} other faults"
+    return f"{text} Mend {more} named above too." if others else text
 
 
 def _fault(raw: dict[str, Any], data: dict[str, Any], model: type[BaseModel]) -> _Fault:
@@ -130,24 +174,45 @@ def _fault(raw: dict[str, Any], data: dict[str, Any], model: type[BaseModel]) ->
         known = known_keys(*parent)
         near = nearest(keys[-1], known)
         hint = f"did you mean {near}?" if near else f"known: {', '.join(known)}"
-        return _Fault(".".join(keys), f"one of {', '.join(known)}", f"unknown key ({hint})")
+        mend = f"Did you mean {near}?" if near else f"Leave {keys[-1]} out, or write a known key"
+        return _Fault(".".join(keys), f"one of {', '.join(known)}", f"unknown key ({hint})", mend)
     if kind == "missing":
-        return _Fault(".".join(keys), "a value", "missing (is required)")
+        mend = f"Add {'.'.join(keys)}: it has no usual value"
+        return _Fault(".".join(keys), "a value", "missing (is required)", mend)
     if kind == "value_error":
         message = str(raw["ctx"]["error"])
         own = leading_key(message, *place)
         message = message.removeprefix(f"{own}: ")
-        return _Fault(".".join([*keys, *([own] if own else [])]), "settings that agree", message)
+        key = ".".join([*keys, *([own] if own else [])])
+        mend = f"Set {key or 'the keys named above'} to what the others allow, or change those"
+        return _Fault(key, "settings that agree", message, mend)
     if kind.startswith("union_tag"):
         tags = "one of " + ", ".join(_tags(place.schema))
         found = place.data.get("kind", "missing") if isinstance(place.data, dict) else place.data
-        return _Fault(".".join([*keys, "kind"]), tags, f"{show(found)} (must be {tags})")
+        near = nearest(str(found), _tags(place.schema))
+        mend = f"Did you mean {near}?" if near else ""
+        return _Fault(".".join([*keys, "kind"]), tags, f"{show(found)} (must be {tags})", mend)
     need = raw["msg"].split(" should ", 1)[-1].split(" after validation")[0]
     need = "be a mapping of keys" if kind.startswith("model_") else need
     need = need.replace("a valid tuple", "a list")
     found = f"{show(raw['input'])} (must {need})"
     expected = need[3:] if need.startswith("be ") else f"a value to {need}"
-    return _Fault(".".join(keys), expected, found)
+    near = (
+        nearest(str(raw["input"]), re.findall("'([^']*)'", need)) if kind == "literal_error" else ""
+    )
+    mend = f"Did you mean {near}?" if near else ""
+    return _Fault(".".join(keys), expected, found, mend, need, _usual(parent.schema, keys[-1:]))
+
+
+def _usual(schema: Any, key: Sequence[str]) -> str:
+    """The usual value of a key in models of ``schema``, as a recipe writes it; else empty."""
+    for one in _alternatives(schema):
+        fields = getattr(one, "model_fields", {})
+        if key and key[0] in fields and not fields[key[0]].is_required():
+            value = fields[key[0]].get_default(call_default_factory=True)
+            if not isinstance(value, BaseModel):
+                return json.dumps(value, default=list, separators=(",", ":")).strip('"')
+    return ""
 
 
 def _tags(schema: Any) -> list[str]:

@@ -22,7 +22,7 @@ import yaml
 from pydantic import ValidationError
 
 from dspark.config.architecture import DraftConfig, Frozen, draft_class
-from dspark.config.faults import item_type, known_keys, nearest, refuse, show
+from dspark.config.faults import did_you_mean, item_type, known_keys, refuse, show
 from dspark.config.recipe import DataRecipe, Recipe
 from dspark.config.strictjson import strict_json
 from dspark.errors import ConfigError
@@ -204,9 +204,7 @@ def apply_override(data: dict[str, Any], text: str, model: type[Frozen] = Recipe
         known = known_keys(schema, node)
         if known:
             if key not in known:
-                near = nearest(key, known)
-                fix = f"Did you mean {near}?" if near else f"Known keys: {', '.join(known)}."
-                _refuse_override(where, f"a key of {at}", repr(key), fix)
+                _refuse_override(where, f"a key of {at}", repr(key), did_you_mean(key, known))
             if not isinstance(node, dict):
                 found = f"{at} is {show(node)}, not a mapping"
                 _refuse_override(where, "a section", found, f"Set {at} as a whole.")

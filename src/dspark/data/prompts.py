@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dspark.artifacts import atomic_json
+from dspark.artifacts.progress import OnDone, untold
 from dspark.config.prompts import PackageSource, PromptSource, PromptsSection, SelfInstructSource
 from dspark.data.chunks import CHUNK_ROWS, Account, Chunks
 from dspark.data.filters.evaluation import TaskItems
@@ -63,7 +64,7 @@ def build_prompts(
     *,
     keep_ids: bool = False,
     tasks: TaskItems | None = None,
-    on_rows: Callable[[int], None] = lambda rows: None,
+    on_rows: OnDone = untold,
 ) -> PromptReport:
     """Write shards, ``report.json``, ``report.html`` and ``contamination.json`` into ``folder``.
 
@@ -115,15 +116,16 @@ def _sieve_all(
     sieve: Sieve,
     chunks: Chunks,
     folder: Path,
-    on_rows: Callable[[int], None],
+    on_rows: OnDone,
 ) -> int:
     """Sieve what is not sieved yet; the number of chunks."""
     candidates = _numbered(section.sources, folder)
     number = 0
     while batch := list(islice(candidates, CHUNK_ROWS)):
-        if not chunks.done(number):
+        kept = chunks.done(number)
+        if not kept:
             chunks.put(number, sieve.chunk(batch))
-        on_rows(len(batch))
+        on_rows(len(batch), kept=kept)
         number += 1
     return number
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
+from dspark.artifacts.progress import OnDone, untold
 from dspark.config.answers import RegenerateSection
 from dspark.data.answer_journal import UNFINISHED, Journal
 from dspark.data.answer_report import AnswerAccount, AnswerReport, write_answer_report
@@ -45,7 +46,7 @@ def regenerate(
     answering: Answerer,
     section: RegenerateSection,
     folder: Path,
-    on_answer: Callable[[int], None] = lambda _: None,
+    on_answer: OnDone = untold,
 ) -> AnswerReport:
     """Answer ``prompts`` and write ``shards/answers-*.jsonl``, ``report.json`` and ``report.html``.
 
@@ -70,7 +71,7 @@ def _answer_missing(
     answering: Answerer,
     section: RegenerateSection,
     journal: Journal,
-    on_answer: Callable[[int], None],
+    on_answer: OnDone,
 ) -> dict[str, str]:
     missing = 0
     for prompt in prompts():
@@ -78,7 +79,7 @@ def _answer_missing(
             # Somebody else's ids: there is nothing to ask, and they are nobody's own answers.
             journal.add(prompt.id, [], {"dropped token ids": 1})
         if prompt.id in journal.places:
-            on_answer(1)
+            on_answer(kept=True)
         else:
             missing += 1
     if not missing:
@@ -92,7 +93,7 @@ def _answer_missing(
     def keep(conversation: Conversation) -> None:
         rows = conversation.rows()
         journal.add(conversation.prompt.id, rows, dict(conversation.tally))
-        on_answer(1)
+        on_answer()
 
     return answering.run(unfinished(), keep)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark.artifacts import storage_guard
+from dspark.artifacts.progress import OnDone, untold
 from dspark.config.prompts import PromptSource, SelfInstructSource
 from dspark.data.chat import Tokenizer
 from dspark.data.filters.language import language_of
@@ -94,7 +95,7 @@ def write_turns(
     tokenizer: Tokenizer,
     end_ids: Collection[int],
     write: Write,
-    on_text: Callable[[int], None] = lambda _: None,
+    on_text: OnDone = untold,
 ) -> None:
     """Have the target write the user turns of ``source`` into ``path``, on top of what is there.
 
@@ -106,7 +107,7 @@ def write_turns(
     openings = [opening_of(tokenizer, system, end_ids) for system in systems]
     stop_ids = frozenset[int]().union(*(opening.stop_ids for opening in openings))
     texts = _read(path)
-    on_text(len(texts))
+    on_text(len(texts), kept=True)
     wanted = source.train + source.held_out
     end = 0
     with storage_guard(path), path.open("a", encoding="utf-8") as log:
@@ -116,7 +117,7 @@ def write_turns(
             texts[int(result.id)] = text
             log.write(json.dumps({"index": int(result.id), "text": text}) + "\n")
             log.flush()
-            on_text(1)
+            on_text()
 
         while (found := len(_distinct(texts, end))) < wanted:
             if end >= TRIES * wanted + 64:
@@ -144,7 +145,7 @@ def write_all_turns(
     tokenizer: Tokenizer,
     end_ids: Collection[int],
     write: Write,
-    on_text: Callable[[int], None] = lambda _: None,
+    on_text: OnDone = untold,
 ) -> None:
     """:func:`write_turns` for every source of that kind, into ``folder``."""
     for number, source in enumerate(sources):

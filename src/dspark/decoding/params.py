@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
+from dspark.config.faults import did_you_mean
 from dspark.errors import DecodingError
 
 # Below this the softmax of fp32 logits is a one-hot up to rounding: the user means greedy.
@@ -125,7 +126,13 @@ class SamplingParams:
         self._check_integer("n", 1, "an integer >= 1")
         self._check_integer("max_new_tokens", 1, "an integer >= 1")
         if self.scheduler is not None and self.scheduler not in get_args(SchedulerName):
-            self._refuse("scheduler", f"one of {list(get_args(SchedulerName))}, or None")
+            known = get_args(SchedulerName)
+            raise DecodingError(
+                expected=f"one of {', '.join(known)}",
+                found=repr(self.scheduler),
+                where="sampling parameter scheduler",
+                fix=did_you_mean(str(self.scheduler), known),
+            )
         self._check_rules()
         self._check_ends()
 
@@ -179,7 +186,7 @@ class SamplingParams:
             expected=expected,
             found=repr(getattr(self, name)),
             where=f"sampling parameter {name}",
-            fix=f"Correct {name}.",
+            fix=f"Set {name} to {expected}.",
         )
 
 

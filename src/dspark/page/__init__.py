@@ -13,6 +13,14 @@ from markupsafe import Markup
 # Control characters are shown as pictures, except those that lay out text.
 _CONTROLS = {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t"} | {127: 0x2421}
 
+# How a token came to be (``dspark.decoding.request.TokenKind``), in the words of every legend.
+TOKEN_KINDS = {
+    "accepted": "drafted, and the target agreed",
+    "corrected": "the target's own, in place of a drafted token that it refused",
+    "bonus": "the target's own, where it refused none: after the prompt, after a block it accepted "
+    "whole, or where nothing was drafted",
+}
+
 
 def page_environment(package: str) -> Environment:
     """Templates of ``package`` and the shared ones; filters ``count``, ``number``, ``visible``."""
@@ -25,6 +33,7 @@ def page_environment(package: str) -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {"count": count, "number": number, "visible": visible}
+    environment.globals["token_kinds"] = TOKEN_KINDS
     return environment
 
 

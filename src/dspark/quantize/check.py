@@ -9,7 +9,6 @@ one that all this gives. A bit that differs anywhere is an error that names its 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from io import FileIO
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dspark.artifacts.progress import OnDone, untold
 from dspark.errors import CheckpointError
 from dspark.model.fp8 import CODES
 from dspark.quantize.convert import manifest_of
@@ -63,7 +63,7 @@ def plan_of(out: Path, source: Path) -> Plan:
     return plan
 
 
-def check(out: Path, source: Path, on_bytes: Callable[[int], None] = lambda _: None) -> PtqManifest:
+def check(out: Path, source: Path, on_bytes: OnDone = untold) -> PtqManifest:
     """Compare ``out`` with what ``source`` becomes; see the module docstring.
 
     Returns the manifest, now proved. ``on_bytes`` is told of the source's bytes.

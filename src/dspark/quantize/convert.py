@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import FileIO
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from dspark import __version__
 from dspark.artifacts import atomic_write, storage_guard
+from dspark.artifacts.progress import OnDone, untold
 from dspark.artifacts.storage import require_free, sync
 from dspark.checkpoint.quantization import GROUP, SCALE
 from dspark.checkpoint.writer import require_room
@@ -55,9 +56,7 @@ def work_folder(out: Path) -> Path:
     return out.with_name(f".{out.name}.quantizing")
 
 
-def quantize(
-    plan: Plan, out: Path, on_bytes: Callable[[int], None] = lambda _: None
-) -> PtqManifest:
+def quantize(plan: Plan, out: Path, on_bytes: OnDone = untold) -> PtqManifest:
     """Write the FP8 checkpoint of ``plan`` into the new folder ``out``.
 
     Args:
@@ -109,9 +108,7 @@ def _locked(work: Path) -> Iterator[BinaryIO]:
         yield journal
 
 
-def _records(
-    plan: Plan, work: Path, journal: BinaryIO, on_bytes: Callable[[int], None]
-) -> list[TensorRecord]:
+def _records(plan: Plan, work: Path, journal: BinaryIO, on_bytes: OnDone) -> list[TensorRecord]:
     """All tensors written and on the disk; one record each, in the plan's order."""
     done = _resumed(plan, work, journal, on_bytes)
     with ExitStack() as stack:
@@ -150,7 +147,7 @@ class _FileSink:
 
 
 def _resumed(
-    plan: Plan, work: Path, journal: BinaryIO, on_bytes: Callable[[int], None]
+    plan: Plan, work: Path, journal: BinaryIO, on_bytes: OnDone
 ) -> dict[str, TensorRecord]:
     """Records of an earlier run whose bytes are really there; prepares the files otherwise."""
     journal.seek(0)
@@ -176,7 +173,7 @@ def _resumed(
             break  # the line that was being written
         if _is_there(plan, work, record):
             done[record.name] = record
-            on_bytes(record.source_bytes)
+            on_bytes(record.source_bytes, kept=True)
     journal.truncate(0)
     kept = [print_now, *(record.model_dump_json().encode() for record in done.values())]
     journal.write(b"".join(line + b"\n" for line in kept))

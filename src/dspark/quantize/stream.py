@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from dspark.artifacts.progress import OnDone
 from dspark.checkpoint.quantization import FP8, SCALE
 from dspark.checkpoint.tensors import WEIGHT_DTYPES, raw_bytes
 from dspark.errors import QuantizationError
@@ -92,7 +93,7 @@ def background(sink: Sink) -> Iterator[Background]:
 
 
 def pass_tensor(
-    plan: Plan, name: str, sink: Sink, beside: Background, on_bytes: Callable[[int], None]
+    plan: Plan, name: str, sink: Sink, beside: Background, on_bytes: OnDone
 ) -> TensorRecord:
     """Send one tensor of the source through; returns its manifest record.
 
@@ -125,7 +126,7 @@ def pass_tensor(
 
 
 def _quantize(
-    plan: Plan, name: str, sink: Sink, beside: Background, on_bytes: Callable[[int], None]
+    plan: Plan, name: str, sink: Sink, beside: Background, on_bytes: OnDone
 ) -> TensorRecord:
     entry = plan.weights.entries[name]
     rows, columns = entry.shape

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from dspark.artifacts.progress import OnDone, untold
 from dspark.bench.play.log import AnswerLog
 from dspark.bench.play.play import Arm, ask_question
 from dspark.bench.play.settings import SuiteSettings
@@ -27,7 +28,7 @@ async def play_interleaved(
     questions: Sequence[Question],
     temperature: float,
     settings: SuiteSettings,
-    on_answer: Callable[[], None] = lambda: None,
+    on_answer: OnDone = untold,
 ) -> dict[str, Arm]:
     """One arm a player. An arm's seconds are those of its own answers.
 
@@ -42,13 +43,14 @@ async def play_interleaved(
         random.Random(f"{settings.seed}/{question.key}/{temperature:g}").shuffle(order)
         for name in order:
             player, arm = players[name], arms[name]
+            kept = logs[name].holds(question.id, temperature, len(question.turns))
             start = time.monotonic()
             turns = await ask_question(
                 player, task, question, temperature, settings, logs[name], arm
             )
             arm.seconds += time.monotonic() - start
             arm.turns.extend(turns)
-            on_answer()
+            on_answer(kept=kept)
             if player.gone is not None:
                 raise EndpointError(
                     expected="engines that answer to the end",

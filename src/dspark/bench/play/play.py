@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dspark.artifacts.progress import OnDone, untold
 from dspark.bench.play.log import AnswerLog
 from dspark.bench.play.settings import SuiteSettings
 from dspark.bench.play.turn import Answer, Ask, Counters, Player, Turn
@@ -47,7 +48,7 @@ async def play_arm(
     temperature: float,
     settings: SuiteSettings,
     log: AnswerLog,
-    on_question: Callable[[], None] = lambda: None,
+    on_question: OnDone = untold,
 ) -> Arm:
     """Ask all ``questions`` at one temperature.
 
@@ -60,11 +61,12 @@ async def play_arm(
 
     async def one(question: Question) -> None:
         async with places:
+            kept = log.holds(question.id, temperature, len(question.turns))
             if player.gone is None:
                 order[question.id] = await ask_question(
                     player, task, question, temperature, settings, log, arm
                 )
-            on_question()
+            on_question(kept=kept)
 
     arm.before = await player.counters()
     start = time.monotonic()

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from dspark.config.architecture import Frozen
+from dspark.config.faults import unknown_choice
 from dspark.config.load import parse_yaml
 from dspark.errors import ConfigError
 
@@ -206,12 +207,7 @@ Named = TypeVar("Named", Task, Suite)
 
 def _named(name: str, known: dict[str, Named], what: str) -> Named:
     if name not in known:
-        raise ConfigError(
-            expected=f"a {what}: {', '.join(sorted(known))}",
-            found=name,
-            where=f"dspark bench --{what}",
-            fix=f"Name one of these {what}s.",
-        )
+        raise unknown_choice(name, sorted(known), f"dspark bench --{what}")
     return known[name]
 
 

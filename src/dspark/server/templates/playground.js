@@ -194,7 +194,7 @@ async function exchange(message) {
     const plain = await ask(messages, false, new Answer(box, true), other, running.signal);
     const gain = figures.speed !== null && other.speed !== null ? figures.speed / other.speed : null;
     at("plain").textContent = other.speed === null ? "–" : other.speed.toFixed(1);
-    if (gain !== null) at("gain").textContent = "tok/s plain (" + gain.toFixed(2) + "x)";
+    if (gain !== null) at("gain").textContent = "tok/s plain; the draft has " + gain.toFixed(2) + "x its speed";
     summary.textContent = "Without the draft: " + (other.speed || 0).toFixed(1) + " tok/s. " + verdict(text, plain, exact);
   } catch (error) {
     if (error.name === "AbortError") { reply.head.append(make("span", "", "stopped")); return; }
