@@ -7,8 +7,8 @@ walking through the blocks of a recorded answer; when an answer ends another one
 place. A step drafts, admits by a scheduler, emits what the record says was accepted among the
 admitted (and one token more), and takes what a cost curve says. Confidences are calibrated on the
 record itself. ``fixed`` and ``threshold`` draft for everybody; ``sync`` and ``async`` leave out
-requests whose earlier blocks say that drafting does not pay, and try them again after 8 steps, 16,
-32 and so on to 64, as the engine does. Steps take what the curve says, so nothing is owed
+requests whose earlier blocks say that drafting does not pay, and try them again after 4 steps, 8,
+16 and so on to 64, as the engine does. Steps take what the curve says, so nothing is owed
 (``dspark.engine.history.Debt``).
 
 Simplifications: a request goes on to its next recorded block however much of this one was admitted,
