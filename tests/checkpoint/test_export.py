@@ -247,8 +247,8 @@ def test_a_draft_without_figures_says_so_on_its_card(draft: Path, tmp_path: Path
     assert wrong.returncode == 1
     assert "latent rows" in wrong.stderr
     nothing = dspark("export", str(tmp_path / "none"), str(tmp_path / "no"), "--to", "k3")
-    assert nothing.returncode == 1
-    assert "no such folder" in nothing.stderr
+    assert nothing.returncode == 2
+    assert "no such file or folder" in nothing.stderr
 
 
 def test_a_run_is_exported_with_its_own_figures_and_runs_again(
