@@ -278,7 +278,7 @@ def test_a_server_that_dies_stops_the_run_and_the_next_one_goes_on(tmp_path: Pat
     assert len(kept) == 4
     log = AnswerLog(path, {"run": 1})
     assert log.resumed == 4
-    whole = sum(log.holds(q.id, 0.0, len(q.turns)) for q in QUESTIONS)
+    whole = sum(all(log.get(q.id, 0.0, n) for n in range(len(q.turns))) for q in QUESTIONS)
     with server(lambda _: stream(dspark=OURS)) as running:
         told = Told()
         found = measure(running, log, told, warm_up=0)

@@ -13,7 +13,6 @@ from torch import Tensor
 from dspark.config.architecture import RopeParameters
 from dspark.model.layers import Rope, pack_linears, rotate
 from dspark.model.mla import LatentAttention, LatentDims
-from dspark.model.spans import BlockContext
 
 DIMS = LatentDims(hidden=32, heads=4, q_lora=12, kv_lora=16, nope=8, rope=8, v=6, eps=1e-5)
 YARN = RopeParameters(
@@ -46,9 +45,8 @@ def inputs(module: LatentAttention, queries: int, keys: int) -> tuple[Tensor, Te
 def served(
     module: LatentAttention, x: Tensor, turn: Tensor, rows: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """x as blocks, whose own rows are the last of ``rows``."""
-    context, own = rows[:, : -x.shape[1]], rows[:, -x.shape[1] :]
-    return module.serve(x, turn, own, [BlockContext([context], mask)], 0)
+    """As the module's forward, rows read as they lie."""
+    return module.project(module.attend_few(module.queries(x, turn), rows, mask))
 
 
 def gap(found: Tensor, wanted: Tensor) -> float:

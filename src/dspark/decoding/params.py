@@ -127,12 +127,8 @@ class SamplingParams:
         self._check_integer("max_new_tokens", 1, "an integer >= 1")
         if self.scheduler is not None and self.scheduler not in get_args(SchedulerName):
             known = get_args(SchedulerName)
-            raise DecodingError(
-                expected=f"one of {', '.join(known)}",
-                found=repr(self.scheduler),
-                where="sampling parameter scheduler",
-                fix=did_you_mean(str(self.scheduler), known),
-            )
+            fix = did_you_mean(str(self.scheduler), known)
+            self._refuse("scheduler", f"one of {', '.join(known)}", fix)
         self._check_rules()
         self._check_ends()
 
@@ -181,12 +177,12 @@ class SamplingParams:
         if not _is_integer(value) or value < least:
             self._refuse(name, expected)
 
-    def _refuse(self, name: str, expected: str) -> NoReturn:
+    def _refuse(self, name: str, expected: str, fix: str = "") -> NoReturn:
         raise DecodingError(
             expected=expected,
             found=repr(getattr(self, name)),
             where=f"sampling parameter {name}",
-            fix=f"Set {name} to {expected}.",
+            fix=fix or f"Set {name} to {expected}.",
         )
 
 

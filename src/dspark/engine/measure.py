@@ -71,11 +71,9 @@ def costs_hold(core: EngineCore, costs: CostTable) -> bool:
         soon = time.perf_counter() + 1.0
         verify = _curve([1, block], lambda size: _verify(core, requests, size), soon)
         draft = _curve([1], lambda size: core.runner.draft(requests[:size]), soon)
-    pairs = [
-        *zip(draft.seconds, [costs.draft_seconds(1)[1]], strict=True),
-        *zip(verify.seconds, [costs.verify_seconds(n)[n] for n in verify.at], strict=True),
-    ]
-    return all(took * TOO_SLOW > said for took, said in pairs)
+    took = [*draft.seconds, *verify.seconds]
+    said = [costs.draft_seconds(1)[1], *(costs.verify_seconds(n)[n] for n in verify.at)]
+    return all(now * TOO_SLOW > then for now, then in zip(took, said, strict=True))
 
 
 @contextmanager

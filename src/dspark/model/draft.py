@@ -25,7 +25,7 @@ from dspark.model.gqa import GroupedBlockAttention
 from dspark.model.heads import ConfidenceHead, MarkovHead
 from dspark.model.layers import RMSNorm, SwiGLU
 from dspark.model.mla import LatentAttention, LatentDims
-from dspark.model.spans import BlockContext
+from dspark.model.spans import BlockContext, over_contexts
 from dspark.model.weights import DRAFT_NAMES
 from dspark.model.windows import Mask
 
@@ -33,8 +33,9 @@ from dspark.model.windows import Mask
 def block_attention(config: DraftConfig) -> LatentAttention | GroupedBlockAttention:
     """The one module in which flavours differ.
 
-    Both make the cached row of a token (``rows``) and attend over rows, in a form for many queries
-    (``forward``) and one for a single block over a long context (``serve``).
+    Both make the cached row of a token (``rows``) and attend over rows: ``forward`` for many
+    queries, and for a single block over a long context ``attend_few``, between ``queries`` and
+    ``project``.
     """
     if isinstance(config, Qwen3DraftConfig):
         return GroupedBlockAttention(config)
@@ -73,9 +74,7 @@ class DraftLayer(nn.Module):
         normed = self.input_layernorm(x)
         own = self.self_attn.rows(normed, rotation)
         rows = torch.cat([context_rows.to(own.dtype), own], dim=1)
-        x = x + self.self_attn(normed, rotation, rows, mask)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        return self._behind(x + self.self_attn(normed, rotation, rows, mask))
 
     def serve(
         self, x: Tensor, rotation: Tensor, contexts: Sequence[BlockContext], layer: int
@@ -83,7 +82,12 @@ class DraftLayer(nn.Module):
         """Blocks x [R, K, H] over rows of ``layer`` in their ``contexts`` -> [R, K, H]."""
         normed = self.input_layernorm(x)
         own = self.self_attn.rows(normed, rotation)
-        x = x + self.self_attn.serve(normed, rotation, own, contexts, layer)
+        queries = self.self_attn.queries(normed, rotation)
+        heads = over_contexts(self.self_attn.attend_few, queries, own, contexts, layer)
+        return self._behind(x + self.self_attn.project(heads))
+
+    def _behind(self, x: Tensor) -> Tensor:
+        """What follows attention."""
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dspark.config.architecture import Qwen3DraftConfig
 from dspark.config.target import TargetConfig
 from dspark.model.layers import RMSNorm, Rope, rotate, rotate_halves
-from dspark.model.spans import BlockContext, Span, over_contexts
+from dspark.model.spans import Span
 from dspark.model.states import Rows
 from dspark.model.windows import Mask, attend
 
@@ -118,10 +118,10 @@ class GroupedBlockAttention(nn.Module):
         key = self.k_norm(self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)))
         return torch.cat([rotate_halves(key, rotation).flatten(-2), self.v_proj(x)], -1)
 
-    def _queries(self, x: Tensor, rotation: Tensor) -> Tensor:
-        """[B, heads, T, d] of x."""
+    def queries(self, x: Tensor, rotation: Tensor) -> tuple[Tensor]:
+        """The one part of the queries of x: [B, heads, T, d]."""
         q = self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)))
-        return rotate_halves(q, rotation).transpose(1, 2)
+        return (rotate_halves(q, rotation).transpose(1, 2),)
 
     def _keys_values(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """[B, kv_heads, N, d] each, of ``rows`` [B, N, row]."""
@@ -129,7 +129,8 @@ class GroupedBlockAttention(nn.Module):
         key, value = split.transpose(1, 3).unbind(2)
         return key, value
 
-    def _joined(self, out: Tensor) -> Tensor:
+    def project(self, out: Tensor) -> Tensor:
+        """What attention gives [B, heads, T, d] -> [B, T, hidden]."""
         mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(-2))
         return mixed
 
@@ -139,26 +140,14 @@ class GroupedBlockAttention(nn.Module):
         ``mask`` is boolean, broadcastable to [B, 1, T, N], True = may attend, or windows of it. A
         query that may attend to nothing gives zeros (never NaN).
         """
-        q, (key, value) = self._queries(x, rotation), self._keys_values(rows)
+        (q,), (key, value) = self.queries(x, rotation), self._keys_values(rows)
         enable_gqa = self.heads != self.kv_heads
-        return self._joined(attend(q, key, value, mask, enable_gqa=enable_gqa))
+        return self.project(attend(q, key, value, mask, enable_gqa=enable_gqa))
 
     def prepare_serving(self) -> None:
-        """Nothing: :meth:`serve` only calls the projections, packed or not."""
+        """Nothing: :meth:`attend_few` reads rows only, no weights."""
 
-    def serve(
-        self,
-        x: Tensor,
-        rotation: Tensor,
-        own: Tensor,
-        contexts: Sequence[BlockContext],
-        layer: int,
-    ) -> Tensor:
-        """As :meth:`forward` of blocks x [R, K, hidden] over the rows of ``layer`` in their
-        ``contexts`` and their ``own`` [R, K, row]. Inference only."""
-
-        def attend(queries: Sequence[Tensor], rows: Tensor, mask: Tensor | None) -> Tensor:
-            return attend_few(queries[0], *self._keys_values(rows), mask)
-
-        queries = [self._queries(x, rotation)]
-        return self._joined(over_contexts(attend, queries, own, contexts, layer))
+    def attend_few(self, queries: Sequence[Tensor], rows: Tensor, mask: Tensor | None) -> Tensor:
+        """Queries as :meth:`queries` gives them over ``rows`` [B, N, row] -> [B, heads, T, d], as
+        in :meth:`forward` but for one block over a long context. Inference only."""
+        return attend_few(queries[0], *self._keys_values(rows), mask)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from dspark.config.architecture import RopeParameters
 from dspark.model.fp8 import plain_weight
 from dspark.model.layers import RMSNorm, Rope, rotate
-from dspark.model.spans import BlockContext, over_contexts
 from dspark.model.windows import Mask, attend
 
 
@@ -99,14 +98,16 @@ class LatentAttention(nn.Module):
         ``mask`` is boolean, broadcastable to [B, 1, T, N], True = may attend, or windows of it. A
         query row that may attend to nothing gives zeros (never NaN): padding blocks reach here.
         """
-        nope, roped = self.queries(x, rotation)
-        mixed: Tensor = self.o_proj(self.attend(nope, roped, rows, mask, causal=causal).flatten(-2))
+        return self.project(self.attend(self.queries(x, rotation), rows, mask, causal=causal))
+
+    def project(self, out: Tensor) -> Tensor:
+        """What attention gives [B, T, heads, v] -> [B, T, hidden]."""
+        mixed: Tensor = self.o_proj(out.flatten(-2))
         return mixed
 
     def attend(
         self,
-        nope: Tensor,
-        roped: Tensor,
+        queries: Sequence[Tensor],
         rows: Tensor,
         mask: Mask | None,
         *,
@@ -114,6 +115,7 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """Queries as :meth:`queries` gives them over expanded ``rows`` -> [B, T, heads, v]."""
         d = self.dims
+        nope, roped = queries
         latent, shared = torch.split(rows, [d.kv_lora, d.rope], -1)
         expanded = self.kv_b_proj(latent).unflatten(-1, (d.heads, d.nope + d.v)).transpose(1, 2)
         key_nope, value = expanded.split([d.nope, d.v], -1)
@@ -129,35 +131,15 @@ class LatentAttention(nn.Module):
         return out.transpose(1, 2)
 
     def prepare_serving(self) -> None:
-        """Keep a plain copy of kv_b_proj for :meth:`serve`; needed before packing linears."""
+        """Keep a plain copy of kv_b_proj for :meth:`attend_few`; needed before packing linears."""
         d = self.dims
         weight = plain_weight(self.kv_b_proj, self.kv_a_layernorm.weight.dtype)
         self._expansion = weight.view(d.heads, d.nope + d.v, d.kv_lora)
 
-    def serve(
-        self,
-        x: Tensor,
-        rotation: Tensor,
-        own: Tensor,
-        contexts: Sequence[BlockContext],
-        layer: int,
-    ) -> Tensor:
-        """Absorbed: as :meth:`forward` of blocks x [R, K, hidden] over the rows of ``layer`` in
-        their ``contexts``, read as they lie, and their ``own`` [R, K, row]. Inference only."""
-
-        def attend(queries: Sequence[Tensor], rows: Tensor, mask: Tensor | None) -> Tensor:
-            nope, roped = queries
-            return self.attend_absorbed(nope, roped, rows, mask)
-
-        out = over_contexts(attend, self.queries(x, rotation), own, contexts, layer)
-        mixed: Tensor = self.o_proj(out.flatten(-2))
-        return mixed
-
-    def attend_absorbed(
-        self, nope: Tensor, roped: Tensor, rows: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        """As :meth:`attend`, reading ``rows`` as they lie: for few queries. Inference only."""
+    def attend_few(self, queries: Sequence[Tensor], rows: Tensor, mask: Tensor | None) -> Tensor:
+        """Absorbed: as :meth:`attend`, reading ``rows`` as they lie. Inference only."""
         d = self.dims
+        nope, roped = queries
         expansion = self._expansion
         if isinstance(self.kv_b_proj, nn.Linear):
             # The live weight: a copy would be stale after a training step or a cast.

@@ -135,11 +135,11 @@ class LatentTargetAttention(nn.Module):
     def _attend(
         self, queries: Sequence[Tensor], rows: Sequence[Tensor], mask: Tensor | None, causal: bool
     ) -> Tensor:
-        (nope, roped), (latent,) = queries, rows
-        if nope.shape[1] <= SHORT and not causal:
+        latent = rows[0].squeeze(1)
+        if queries[0].shape[1] <= SHORT and not causal:
             # Reading latent rows as they lie beats expanding the whole context for few queries.
-            return self.core.attend_absorbed(nope, roped, latent.squeeze(1), mask)
-        return self.core.attend(nope, roped, latent.squeeze(1), mask, causal=causal)
+            return self.core.attend_few(queries, latent, mask)
+        return self.core.attend(queries, latent, mask, causal=causal)
 
 
 def _mixer(config: TargetConfig, layer: int) -> nn.Module:

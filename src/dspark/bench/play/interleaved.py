@@ -43,9 +43,8 @@ async def play_interleaved(
         random.Random(f"{settings.seed}/{question.key}/{temperature:g}").shuffle(order)
         for name in order:
             player, arm = players[name], arms[name]
-            kept = logs[name].holds(question.id, temperature, len(question.turns))
             start = time.monotonic()
-            turns = await ask_question(
+            turns, kept = await ask_question(
                 player, task, question, temperature, settings, logs[name], arm
             )
             arm.seconds += time.monotonic() - start

@@ -53,10 +53,6 @@ class AnswerLog:
         """What an earlier process was answered."""
         return self.turns.get((question, temperature, turn))
 
-    def holds(self, question: str, temperature: float, turns: int) -> bool:
-        """Whether all ``turns`` of a question are there."""
-        return all((question, temperature, turn) in self.turns for turn in range(turns))
-
     def add(self, turn: Turn) -> None:
         """Keep a turn as soon as it is there.
 

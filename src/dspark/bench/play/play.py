@@ -61,12 +61,11 @@ async def play_arm(
 
     async def one(question: Question) -> None:
         async with places:
-            kept = log.holds(question.id, temperature, len(question.turns))
             if player.gone is None:
-                order[question.id] = await ask_question(
+                order[question.id], kept = await ask_question(
                     player, task, question, temperature, settings, log, arm
                 )
-            on_question(kept=kept)
+                on_question(kept=kept)
 
     arm.before = await player.counters()
     start = time.monotonic()
@@ -97,9 +96,11 @@ async def ask_question(
     settings: SuiteSettings,
     log: AnswerLog,
     arm: Arm,
-) -> list[Turn]:
-    """All turns of one question, up to the first that fails; ``arm`` counts those of ``log``."""
+) -> tuple[list[Turn], bool]:
+    """All turns of one question, up to the first that fails, and whether ``log`` held them all;
+    ``arm`` counts those it held."""
     turns: list[Turn] = []
+    kept = True
     messages = [*question.opening]
     if question.system and not any(m["role"] == "system" for m in messages):
         messages.insert(0, {"role": "system", "content": question.system})
@@ -109,6 +110,7 @@ async def ask_question(
         if turn is not None:
             arm.resumed += 1
         else:
+            kept = False
             ask = ask_for(task, question, number, tuple(messages), temperature, settings)
             turn = await _turn(player, ask, question, number, settings.timeout)
             log.add(turn)
@@ -116,7 +118,7 @@ async def ask_question(
         if turn.answer is None:
             break
         messages.append({"role": "assistant", "content": turn.answer.text})
-    return turns
+    return turns, kept
 
 
 def ask_for(
