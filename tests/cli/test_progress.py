@@ -97,11 +97,11 @@ def test_lines_in_a_file_are_plain_and_stay_whole():
     screen = Screen(Console(file=io.StringIO(), width=40))
     with screen.bar("loading " + "a/very/long/path/" * 6 + "[bold]x", None):
         pass
-    with screen.byte_bar("writing", 2_000_000) as on_bytes:
-        on_bytes(2_000_000)
+    with screen.byte_bar("writing", 2_700_000) as on_bytes:
+        on_bytes(2_700_000)
     text = screen.console.file.getvalue()
     lines = text.splitlines()
     assert all(line.isprintable() for line in lines)
     assert len(lines) == 3
     assert "[bold]x..." in lines[0]
-    assert lines[2].strip().startswith("writing (MB)  2/2 in ")
+    assert lines[2].strip().startswith("writing (MB)  3/3 in ")

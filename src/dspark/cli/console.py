@@ -46,7 +46,7 @@ class Screen:
     @contextmanager
     def byte_bar(self, title: str, total: int) -> Iterator[OnDone]:
         """A bar over ``total`` bytes, shown in MB; what it yields takes numbers of bytes."""
-        with self.bar(f"{title} (MB)", total // 1_000_000) as bar:
+        with self.bar(f"{title} (MB)", total / 1_000_000) as bar:
 
             def on_bytes(amount: float = 1, *, kept: bool = False) -> None:
                 bar.advance(amount / 1_000_000, kept=kept)
