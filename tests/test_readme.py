@@ -8,7 +8,6 @@ them; a command in neither fails, so nobody adds one that nothing ever ran.
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import shlex
@@ -17,7 +16,6 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -207,56 +205,6 @@ def test_every_yaml_of_the_readme_is_a_recipe(tmp_path: Path) -> None:
     for text in blocks:
         (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
         load_recipe(tmp_path / "recipe.yaml")
-
-
-def figure_row(result: dict[str, Any]) -> str:
-    """One row of ``summary.json`` as the README's table prints it."""
-    low, high = result["ci95"]
-    speed, same = result["tokens_per_second"], result["identical_to_plain"]
-    cells = [
-        result["prompts"],
-        str(result["temperature"]),
-        f"{result['acceptance_length']:.2f} ({low:.2f} to {high:.2f})",
-        f"{speed['plain']:.1f}",
-        f"{speed['draft']:.1f}",
-        f"{result['speedup']:.2f}x",
-        "-" if same is None else f"{same[0]} of {same[1]}",
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
-def test_the_figures_are_those_of_the_recorded_run() -> None:
-    path = ROOT / "benchmarks/results/quickstart.json"
-    summary = json.loads(path.read_text(encoding="utf-8"))
-    assert "@@" not in README, "a figure was not filled in"
-    assert len(summary["results"]) == 4
-    for result in summary["results"]:
-        assert figure_row(result) in README
-    told = " ".join(README.split())
-    assert f"took {summary['seconds_total'] / 60:.1f} minutes" in told
-    assert f"with {summary['machine']['cores']} cores" in told
-    assert summary["machine"]["device"] in told
-    assert f"at commit {summary['commit']}" in told
-
-
-def scheduler_row(row: dict[str, Any]) -> str:
-    """One row of ``scheduler.json`` as the page about serving prints it."""
-    speed = row["tokens_per_second"]
-    cells = [row["batch"], row["text"], f"{row['temperature']:g}"]
-    cells += [f"{speed[name]:.0f}" for name in ("plain", "fixed", "scheduled")]
-    for name in ("to_plain", "to_fixed"):
-        ratio, low, high = row[name]
-        cells.append(f"{ratio:.2f} ({low:.2f} to {high:.2f})")
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def test_the_table_of_schedulers_is_what_was_measured() -> None:
-    found = json.loads((ROOT / "benchmarks/results/scheduler.json").read_text(encoding="utf-8"))
-    page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
-    assert {row["batch"] for row in found["rows"]} == {1, 8, 32}
-    for row in found["rows"]:
-        assert scheduler_row(row) in page
-        assert row["commit"] in page
 
 
 # --- files and pointers --------------------------------------------------------------------------

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from made_run import made_bench, made_pieces, made_run
+from parsed_page import Page
 
 from dspark.bench.curves import Training
 from dspark.bench.report import (
@@ -30,7 +30,6 @@ HOSTILE = (
     "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
     "</p></title></style></svg></details>\x00\u202e"
 )
-VOID = {"meta", "br", "img", "hr", "link", "input"}
 
 
 def rendered(
@@ -45,41 +44,6 @@ def rendered(
         Training.model_validate(training) if training else None,
         Lineage.model_validate(lineage) if lineage else None,
     )
-
-
-class Page(HTMLParser):
-    """Elements in order, with a stack that must close what it opened."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.stack: list[str] = []
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.data_of_row: dict[str, list[list[float]]] = {}
-        self.row = ""
-        self.text = ""
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        self.elements.append((tag, found))
-        if tag not in VOID:
-            self.stack.append(tag)
-        if tag == "tr":
-            self.row = found.get("class") or ""
-            self.data_of_row.setdefault(self.row, []).append([])
-        if tag == "data" and "tr" in self.stack:
-            self.data_of_row[self.row][-1].append(float(found["value"] or "nan"))
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.stack, f"</{tag}> closes nothing"
-        assert self.stack.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 @pytest.fixture(scope="module")
