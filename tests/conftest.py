@@ -68,6 +68,14 @@ bench: {{max_new_tokens: 64, speed_prompts: 2, repeats: 2}}
 """
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A slow test has half an hour unless it says otherwise; the 300 s of all others end it on a
+    machine that does something else."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1800))
+
+
 def environment() -> dict[str, str]:
     """Subprocesses use one thread: two on a busy machine are many times slower."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
