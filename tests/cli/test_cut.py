@@ -190,3 +190,40 @@ def test_a_bench_of_another_machine_is_measured_again(
     assert code == 0, out
     assert "another machine" in out
     assert counts["bench"] == WORK["bench"][1]
+
+
+@pytest.mark.parametrize("number", [KILL, INT])
+def test_a_bench_of_a_draft_with_out_goes_on_where_it_was_cut(
+    cutter: Cutter, whole: Path, tmp_path: Path, number: int
+) -> None:
+    prompts = str(whole.parent / "prompts.jsonl")
+    bench = ["bench", str(whole / "draft"), "--prompts", prompts, "bench.prompts_per_category=4"]
+    bench += ["bench.repeats=2", "bench.speed_prompts=2", "bench.max_new_tokens=24"]
+    straight, out = tmp_path / "straight.json", tmp_path / "cut.json"
+    code, said, counts = cutter.run(*bench, "--out", str(straight))
+    assert code == 0, said
+    assert counts["bench"] == WORK["bench"][1]
+    again = [*bench, "--out", str(out)]
+    code, said, _ = cutter.run(*again, at=("bench", WORK["bench"][0]), number=number)
+    assert code == (130 if number == INT else -KILL)
+    assert ("Run the same command again to resume" in said) == (number == INT)
+    assert not out.exists()
+    code, said, counts = cutter.run(*again, "bench.max_new_tokens=20")
+    assert code == 0, said
+    assert counts["bench"] == WORK["bench"][1], "other settings must not take up these decodings"
+    cutter.run(*again, at=("bench", WORK["bench"][0]), number=number)
+    code, said, counts = cutter.run(*again)
+    assert code == 0, said
+    assert "taken up" in said
+    assert counts["bench"] == WORK["bench"][2]
+    assert timeless(json.loads(out.read_text())) == timeless(json.loads(straight.read_text()))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["cut.json", "straight.json"]
+
+
+def test_an_interrupted_bench_of_a_draft_without_out_says_that_nothing_was_kept(
+    cutter: Cutter, whole: Path
+) -> None:
+    bench = ["bench", str(whole / "draft"), "bench.max_new_tokens=8", "bench.repeats=1"]
+    code, said, _ = cutter.run(*bench, at=("bench", 1), number=INT)
+    assert code == 130
+    assert "with --out FILE the same command would resume" in said

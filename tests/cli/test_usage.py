@@ -36,6 +36,14 @@ def refused(capsys: pytest.CaptureFixture[str], line: str) -> dict[str, str]:
         ("generate x", "generate", "at least one --prompt", "generate DRAFT --prompt"),
         ("generate x y --prompt z", "generate", "one draft folder", "Name one"),
         ("inspect . --rows 3 --json", "inspect --rows", "--rows alone", "Leave --json"),
+        ("bench . --prompts nil", "bench --prompts", "JSON Lines of prompts", "current folder"),
+        ("bench . --data nil", "bench --data", "a file or folder", "Check the path"),
+        ("verify . --prompts nil", "verify --prompts", "a file or folder", "Check the path"),
+        ("doctor . --prompts nil", "doctor --prompts", "a file or folder", "Check the path"),
+        ("calibrate . --prompts nil", "calibrate --prompts", "a file or folder", "Check the path"),
+        ("compare a b --data nil", "compare --data", "a file or folder", "Check the path"),
+        ("compare --from-table nil", "compare --from-table", "a file or folder", "Check the path"),
+        ("prompts x --data nil", "prompts --data", "a file or folder", "Check the path"),
     ],
 )
 def test_wrong_words_say_what_is_allowed_and_what_to_do(

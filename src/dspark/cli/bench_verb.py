@@ -65,9 +65,11 @@ def run_bench(options: BenchOptions, stage: Callable[[Path, list[str]], None]) -
     if source is not None and not wants_suite:
         _refuse(options, [n for n in SUITE_ONLY if n not in {"suite", "tasks", "long"}], "--suite")
         if source.is_dir():
-            bench_checkpoint(
-                source, options.prompts, options.out, overrides, options.target, plan=options.plan
-            )
+            with resumable(options.out):
+                bench_checkpoint(
+                    source, options.prompts, options.out, overrides, options.target,
+                    plan=options.plan,
+                )  # fmt: skip
             return
         _refuse(options, ["prompts", "out", "target"], "a draft folder")
         stage(source, overrides)
@@ -89,7 +91,11 @@ def resumable(out: Path | None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        kept = "Run the same command again to resume." if out else "Nothing was kept: no --out."
+        kept = (
+            "Run the same command again to resume."
+            if out
+            else "Nothing was kept: with --out FILE the same command would resume."
+        )
         typer.echo(f"\nInterrupted. {kept}", err=True)
         raise typer.Exit(130) from None
 

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from rich.table import Table
 from rich.text import Text
 
 from dspark.artifacts import atomic_json
+from dspark.bench.journal import Journal
 from dspark.cli.console import Screen
 from dspark.cli.draft_target import load_target_of
+from dspark.cli.origin import machine
 from dspark.cli.plan import print_draft_plan
-from dspark.cli.stages import bench_draft, length_text
+from dspark.cli.stages import bench_draft, length_text, taken_up
+from dspark.cli.suite_stack import draft_identity
+from dspark.config.architecture import Frozen
+from dspark.config.faults import refuse
 from dspark.config.load import apply_override
 from dspark.config.prompts import OrderTicketSource
 from dspark.config.recipe import BenchSection
 from dspark.data.prompt import Prompt
 from dspark.data.sources import file_prompts, prompts_of
-from dspark.errors import ConfigError
 from dspark.pairing import target_section
+
+
+class BenchOnly(Frozen):
+    """What may be set where there is no recipe."""
+
+    bench: BenchSection = BenchSection()
 
 
 def bench_checkpoint(
@@ -35,11 +48,13 @@ def bench_checkpoint(
 
     ``overrides`` are keys of the recipe's bench section: ``bench.max_new_tokens=64``. The target is
     the one the draft's provenance names, or ``other_target``. ``plan`` only prints how many
-    decodings and how much memory that takes.
+    decodings and how much memory that takes. With ``out``, decodings are kept beside it until the
+    figures are there, and the same command after an interrupt takes them up.
 
     Raises:
         CheckpointError, TargetError: see :func:`dspark.cli.draft_target.load_target_of`.
         ConfigError: an override of anything but the bench section.
+        StorageError: ``out`` cannot be written.
     """
     section = bench_section(overrides)
     chosen = held_out_prompts(prompts)
@@ -49,11 +64,30 @@ def bench_checkpoint(
         print_draft_plan(folder, wanted, section, len(chosen), screen)
         return
     target = load_target_of(folder, other_target, screen)
-    arms, rows = bench_draft(screen, target, folder, chosen, section, (chosen[0].category,))
+    journal = None
+    if out is not None:
+        asked = "".join(prompt.model_dump_json() for prompt in chosen)
+        same = {
+            **machine(),
+            "draft": draft_identity(folder),
+            "target": asdict(target.hashes),
+            "bench": section.model_dump(mode="json"),
+            "prompts": hashlib.sha256(asked.encode()).hexdigest(),
+        }
+        journal = Journal(unfinished(out), same)
+        taken_up(journal, screen)
+    workload = (chosen[0].category,)
+    arms, rows = bench_draft(screen, target, folder, chosen, section, workload, journal)
     screen.console.print(_table(folder, rows))
     if out is not None:
         atomic_json(out, {"results": rows, "arms": arms})
+        unfinished(out).unlink()
         screen.stage("figures", str(out))
+
+
+def unfinished(out: Path) -> Path:
+    """Where decodings lie until ``out`` is written."""
+    return out.with_name(f".{out.name}.unfinished.jsonl")
 
 
 def held_out_prompts(file: Path | None, tickets: int = 8) -> list[Prompt]:
@@ -71,19 +105,11 @@ def bench_section(overrides: list[str]) -> BenchSection:
         ConfigError: anything but keys of that section.
     """
     data: dict[str, Any] = {}
-    for override in overrides:
-        apply_override(data, override)
+    touched = [apply_override(data, override, BenchOnly) for override in overrides]
     try:
-        if set(data) - {"bench"}:
-            raise ValueError(f"keys of other sections: {sorted(set(data) - {'bench'})}")
-        return BenchSection.model_validate(data.get("bench", {}))
-    except ValueError as error:
-        raise ConfigError(
-            expected="keys of the bench section",
-            found=" ".join(str(error).split())[:200],
-            where=" ".join(overrides),
-            fix="For example: bench.max_new_tokens=64 bench.repeats=3",
-        ) from error
+        return BenchOnly.model_validate(data).bench
+    except ValidationError as error:
+        refuse(error, data, BenchOnly, "without a recipe", touched)
 
 
 def _table(folder: Path, rows: list[dict[str, Any]]) -> Table:

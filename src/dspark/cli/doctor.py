@@ -23,6 +23,7 @@ from dspark.cli.console import Screen
 from dspark.cli.doctor_target import Request, beside_target, token_checks
 from dspark.config.architecture import DraftConfig
 from dspark.config.faults import unknown_choice
+from dspark.config.load import parse_draft_config
 from dspark.doctor.files import check_config, check_sealed, check_trained, read_raw
 from dspark.doctor.findings import Check, Examination, failed, passed, skipped
 from dspark.doctor.predicates import provenance_of
@@ -34,7 +35,7 @@ from dspark.doctor.weights import (
     check_values,
     open_checked,
 )
-from dspark.errors import CheckpointError, DSparkError
+from dspark.errors import CheckpointError, ConfigError, DSparkError
 
 SCHEMA = "config.json parses as a draft, and its aliases agree with its fields"
 
@@ -106,11 +107,11 @@ def _convertible(folder: Path) -> Check:
 
 def _parse(raw: dict[str, Any]) -> tuple[DraftConfig | None, Check]:
     try:
-        config = DraftConfig.from_json(raw)
-    except ValueError as error:
-        message = " ".join(str(error).split())[:300]
+        config = parse_draft_config(raw, CONFIG)
+    except ConfigError as error:
         return None, failed(
-            "config.schema", SCHEMA, message, "a field is missing, of a wrong type or contradicted",
+            "config.schema", SCHEMA, error.found,
+            "a field is missing, of a wrong type or contradicted",
             "Restore the config.json that came with the weights, or export again.",
         )  # fmt: skip
     return config, passed("config.schema", SCHEMA, "every field")

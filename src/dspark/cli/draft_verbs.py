@@ -201,7 +201,7 @@ def doctor(
         str | None, typer.Option(help="vllm, atom, sglang or hf; all of them when left out.")
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="JSON Lines of prompts for the live checks.")
+        Path | None, typer.Option(exists=True, help="JSON Lines of prompts for the live checks.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:

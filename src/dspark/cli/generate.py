@@ -24,7 +24,7 @@ from dspark.config.faults import unknown_choice
 from dspark.config.load import parse_yaml
 from dspark.decoding.params import Grammar, SamplingParams
 from dspark.engine.answer import RequestOutput
-from dspark.errors import ConfigError
+from dspark.errors import ConfigError, DecodingError
 
 FIELDS = tuple(f.name for f in dataclasses.fields(SamplingParams))
 
@@ -77,8 +77,7 @@ def sampling_params(overrides: list[str]) -> SamplingParams:
     """Parameters from ``name=value`` pairs.
 
     Raises:
-        ConfigError: a name that does not exist.
-        DecodingError: a value outside its range.
+        ConfigError: a name that does not exist, or a value outside its range.
     """
     data: dict[str, Any] = {}
     for override in overrides:
@@ -92,10 +91,17 @@ def sampling_params(overrides: list[str]) -> SamplingParams:
     if unknown := sorted(set(data) - set(FIELDS)):
         more = "For example: temperature=0.7 top_p=0.95 max_new_tokens=200"
         raise unknown_choice(unknown[0], FIELDS, "dspark generate", more)
-    if isinstance(grammar := data.get("grammar"), dict):
-        data["grammar"] = Grammar(str(grammar.get("kind")), str(grammar.get("text")))  # type: ignore[arg-type]
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-    return SamplingParams(**values)
+    try:
+        if isinstance(grammar := data.get("grammar"), dict):
+            data["grammar"] = Grammar(str(grammar.get("kind")), str(grammar.get("text")))  # type: ignore[arg-type]
+        values: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in data.items()
+        }
+        return SamplingParams(**values)
+    except DecodingError as error:  # typed on the command line, so it is a fault of that
+        raise ConfigError(
+            expected=error.expected, found=error.found, where=error.where, fix=error.fix
+        ) from None
 
 
 def _target(draft: Path | None, target: str | None, screen: Screen) -> LoadedTarget | str:

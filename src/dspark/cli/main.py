@@ -110,7 +110,7 @@ def prompts(
         list[str] | None, typer.Option(help="Benchmarks of `dspark bench` as well; or: all.")
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Folder with files of those benchmarks.")
+        Path | None, typer.Option(exists=True, help="Folder with files of those benchmarks.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Without a recipe: folder to write.")] = None,
     tokenizer: Annotated[
@@ -177,13 +177,17 @@ def bench(
         list[str] | None,
         typer.Argument(
             metavar="[RECIPE|DRAFT] [KEY=VALUE]...",
-            help="A recipe or a draft folder, and settings: concurrency=8 prompts=32",
+            help="A recipe or a draft folder, and settings: bench.max_new_tokens=64, or with a "
+            "suite concurrency=8 prompts=32",
         ),
     ] = None,
     plan: Plan = False,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="JSON Lines of prompts (messages, turns or prompt) for a draft folder."),
+        typer.Option(
+            exists=True,
+            help="JSON Lines of prompts (messages, turns or prompt) for a draft folder.",
+        ),
     ] = None,
     suite: Annotated[
         str | None, typer.Option(help="quick (no network), seed14 or paper9, and both turns.")
@@ -196,7 +200,8 @@ def bench(
     model: Annotated[str | None, typer.Option(help="As the server names it.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="The draft folder, as an option.")] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Folder of benchmark files; comes before other sources.")
+        Path | None,
+        typer.Option(exists=True, help="Folder of benchmark files; comes before other sources."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write the figures as JSON.")] = None,
     page: Annotated[Path | None, typer.Option(help="Where to write a suite's HTML page.")] = None,

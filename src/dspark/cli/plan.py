@@ -90,7 +90,8 @@ def _source_size(run: RunContext, source: PromptSource) -> tuple[int, int]:
         return prompt_bytes(usable_prompts(source), run.recipe.regenerate.turns)
     number = int(source.train) + source.held_out
     each = run.recipe.prompts.max_prompt_tokens * TOKEN_BYTES
-    run.screen.stage("assumed", f"{number:,} prompts of {source.category}, not here yet")
+    where = source.path if isinstance(source, FileSource) else source.kind
+    run.screen.stage("assumed", f"{number:,} prompts of {source.category}, not here yet: {where}")
     return number * each, int(source.train)
 
 

@@ -173,7 +173,7 @@ def verify(
         typer.Option(metavar="SOURCE", help="The target; the draft's own when left out."),
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="JSON Lines of prompts for the greedy texts.")
+        Path | None, typer.Option(exists=True, help="JSON Lines of prompts for the greedy texts.")
     ] = None,
     samples: Annotated[int, typer.Option(help="Texts per sampled case.")] = 100_000,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
@@ -194,7 +194,7 @@ def calibrate(
     ],
     overrides: Overrides = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="JSON Lines of held-out prompts to answer.")
+        Path | None, typer.Option(exists=True, help="JSON Lines of held-out prompts to answer.")
     ] = None,
     target: Annotated[
         str | None,
@@ -228,11 +228,13 @@ def compare(
     ] = None,
     suite: Annotated[str | None, typer.Option(help="quick, seed14 or paper9.")] = None,
     task: Annotated[list[str] | None, typer.Option(help="One benchmark; repeatable.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder of benchmark files.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(exists=True, help="Folder of benchmark files.")
+    ] = None,
     target: Annotated[str | None, typer.Option(help="Another target than the drafts name.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for results and comparison.")] = None,
     from_table: Annotated[
-        Path | None, typer.Option(help="A published table as JSON instead of A and B.")
+        Path | None, typer.Option(exists=True, help="A published table as JSON instead of A and B.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:

@@ -126,10 +126,7 @@ def run_bench(run: RunContext, folder: Path) -> StageResult:
     """Held-out prompts through both arms; writes ``bench.json`` and the headline rows."""
     prompts = read_prompts(run.folder("prompts"), "held_out")
     journal = Journal(folder / UNFINISHED_BENCH, run.origin.machine)
-    if journal.from_elsewhere:
-        run.screen.stage("bench", "begun on another machine: all speeds are measured here again")
-    elif journal.found:
-        run.screen.stage("bench", f"{journal.found} decodings of an interrupted bench taken up")
+    taken_up(journal, run.screen)
     arms, rows = bench_draft(
         run.screen,
         run.target,
@@ -170,6 +167,16 @@ def left_out(prompts: list[Prompt], section: BenchSection) -> dict[str, int]:
 def length_text(length: float | None) -> str:
     """An acceptance length for the screen; none where every answer ended with its first token."""
     return "no steps" if length is None else f"{length:.2f}"
+
+
+def taken_up(journal: Journal, screen: Screen) -> None:
+    """Say what an interrupted bench left."""
+    if journal.from_elsewhere:
+        screen.stage(
+            "bench", "begun on another machine, or for other figures: all is measured again"
+        )
+    elif journal.found:
+        screen.stage("bench", f"{journal.found} decodings of an interrupted bench taken up")
 
 
 def bench_draft(

@@ -66,6 +66,13 @@ def _value_error(error: Any, verb: str, ask: str, message: str) -> ConfigError:
     where = f"{verb} {name}".rstrip()
     if choice := re.search(r"'([^']*)' is not one of (.*)", message):
         return unknown_choice(choice[1], re.findall(r"'([^']*)'", choice[2]), where, ask)
+    if absent := re.search(r"'([^']*)' does not exist", message):
+        return ConfigError(
+            expected=f"a file or folder that is there{told}",
+            found=f"no such file or folder: {absent[1]!r}",
+            where=where,
+            fix=f"Check the path; it is read from the current folder. {ask}",
+        )
     need = re.search("Input should be ([^,]*)", message)
     return ConfigError(
         expected=f"{need[1].rstrip('.') if need else 'a value that it takes'}{told}",

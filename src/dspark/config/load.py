@@ -204,7 +204,9 @@ def apply_override(data: dict[str, Any], text: str, model: type[Frozen] = Recipe
         known = known_keys(schema, node)
         if known:
             if key not in known:
-                _refuse_override(where, f"a key of {at}", repr(key), did_you_mean(key, known))
+                _refuse_override(
+                    where, f"a key of {at}", repr(key), _advice(key, known, keys[:depth])
+                )
             if not isinstance(node, dict):
                 found = f"{at} is {show(node)}, not a mapping"
                 _refuse_override(where, "a section", found, f"Set {at} as a whole.")
@@ -221,6 +223,12 @@ def apply_override(data: dict[str, Any], text: str, model: type[Frozen] = Recipe
         else:
             node = node[slot] if isinstance(node, list) else node.get(slot)
     return ".".join(keys)
+
+
+def _advice(key: str, known: dict[str, Any], above: Sequence[str]) -> str:
+    """What to write instead of an unknown ``key``: often it is that of a section, left out."""
+    inside = [".".join([*above, name, key]) for name in known if key in known_keys(known[name])]
+    return f"Did you mean {' or '.join(inside)}?" if inside else did_you_mean(key, known)
 
 
 def _list_index(node: Any, key: str, at: str, where: str) -> int:
