@@ -38,6 +38,8 @@ def _pump(source: socket.socket, to: socket.socket, limit: int | None) -> None:
     passed = 0
     with contextlib.suppress(OSError):
         while data := source.recv(256):
+            if limit == 0:
+                break
             passed += len(data)
             to.sendall(data)
             if limit is not None and passed >= limit:

@@ -102,6 +102,14 @@ def test_whole_answers_and_those_held_back_survive_too(served: Served) -> None:
     relay.close()
 
 
+def test_a_request_lost_before_its_answer_began_counts_as_asked_again(served: Served) -> None:
+    relay = Relay(served.port, [0])  # not even the head of the reply
+    with routing(relay.url, served.base) as base, httpx2.Client(base_url=base, timeout=60) as http:
+        assert http.post(CHAT, json=body(max_tokens=4)).status_code == 200
+        assert http.get("/health").json()["resubmitted"] == 1
+    relay.close()
+
+
 def test_refusals_and_facts_are_the_servers_own(served: Served) -> None:
     with routing(served.base) as base, httpx2.Client(base_url=base, timeout=60) as http:
         assert http.get("/v1/models").json()["data"][0]["id"] == MODEL

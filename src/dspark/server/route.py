@@ -143,7 +143,10 @@ class Router:
             server = self._free()
             if server is not None:
                 with _inside(server):
-                    response = await self._ask(server, request, body)
+                    try:
+                        response = await self._ask(server, request, body)
+                    except Gone:
+                        response, asked = None, asked + 1
                     if response is not None and response.status_code not in ELSEWHERE:
                         self.counts.resubmitted += asked > 0
                         asked += 1
@@ -168,7 +171,11 @@ class Router:
     async def _ask(
         self, server: Server, request: Request, body: dict[str, Any]
     ) -> httpx2.Response | None:
-        """The head of its reply, None when it is not there."""
+        """The head of its reply, None when it is not there.
+
+        Raises:
+            Gone: it took the request and broke off before that.
+        """
         headers = {"content-type": "application/json"}
         if (key := request.headers.get("authorization")) is not None:
             headers["authorization"] = key
@@ -176,9 +183,12 @@ class Router:
         made = self.client.build_request("POST", url, content=to_json(body), headers=headers)
         try:
             return await self.client.send(made, stream=True)
-        except httpx2.TransportError:
+        except (httpx2.ConnectError, httpx2.ConnectTimeout):
             LOG.warning("%s does not answer", server.url)
             return None
+        except httpx2.TransportError as error:
+            LOG.warning("%s broke off before its answer: asking another", server.url)
+            raise Gone from error
 
     def _free(self) -> Server | None:
         now = time.monotonic()
