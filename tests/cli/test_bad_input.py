@@ -28,7 +28,7 @@ from conftest import dspark
         ("train.lerning_rate=1e-3", "learning_rate"),
         ("bench.draft_sample_method=greedy", "probabilistic"),  # block needs probabilistic drafts
         ("target.source=/nowhere/at/all", "/nowhere/at/all"),
-        ("target.source=package:no-such-package", "Only if you know that package: pip install"),
+        ("target.source=package:no-such-package", "pip install --no-deps no-such-package"),
         ("prompts.sources.0.path=/nowhere.jsonl", "/nowhere.jsonl"),
         ("prompts.max_prompt_tokens=8", "too_long"),
     ],

@@ -42,16 +42,16 @@ class Pair:
 
 
 class Journal:
-    """Pairs by key; with a ``path`` they outlive the process. ``machine``, and whatever else must
-    be the same for them to be worth anything, heads the file.
+    """Pairs by key; with a ``path`` they outlive the process. ``head``, the machine and whatever
+    else must be the same for them to be worth anything, is the first line of the file.
 
     ``from_elsewhere``: the file held decodings under another head, which are not used.
     """
 
-    def __init__(self, path: Path | None = None, machine: dict[str, Any] | None = None) -> None:
+    def __init__(self, path: Path | None = None, head: dict[str, Any] | None = None) -> None:
         self.path = path
         self.from_elsewhere = False
-        self._head = {"machine": machine or {}}
+        self._head = head or {}
         self._pairs = {} if path is None else self._read(path)
 
     @property

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dspark.artifacts import atomic_json
-from dspark.bench.journal import Journal
+from dspark.bench.journal import UNFINISHED, Journal
 from dspark.cli.console import Screen
 from dspark.cli.draft_target import load_target_of
 from dspark.cli.origin import machine
@@ -67,14 +67,14 @@ def bench_checkpoint(
     journal = None
     if out is not None:
         asked = "".join(prompt.model_dump_json() for prompt in chosen)
-        same = {
-            **machine(),
+        head = {
+            "machine": machine(),
             "draft": draft_identity(folder),
             "target": asdict(target.hashes),
             "bench": section.model_dump(mode="json"),
             "prompts": hashlib.sha256(asked.encode()).hexdigest(),
         }
-        journal = Journal(unfinished(out), same)
+        journal = Journal(unfinished(out), head)
         taken_up(journal, screen)
     workload = (chosen[0].category,)
     arms, rows = bench_draft(screen, target, folder, chosen, section, workload, journal)
@@ -87,7 +87,7 @@ def bench_checkpoint(
 
 def unfinished(out: Path) -> Path:
     """Where decodings lie until ``out`` is written."""
-    return out.with_name(f".{out.name}.unfinished.jsonl")
+    return out.with_name(f".{out.name}.{UNFINISHED}")
 
 
 def held_out_prompts(file: Path | None, tickets: int = 8) -> list[Prompt]:

@@ -125,7 +125,7 @@ def run_states(run: RunContext, folder: Path) -> StageResult:
 def run_bench(run: RunContext, folder: Path) -> StageResult:
     """Held-out prompts through both arms; writes ``bench.json`` and the headline rows."""
     prompts = read_prompts(run.folder("prompts"), "held_out")
-    journal = Journal(folder / UNFINISHED_BENCH, run.origin.machine)
+    journal = Journal(folder / UNFINISHED_BENCH, {"machine": run.origin.machine})
     taken_up(journal, run.screen)
     arms, rows = bench_draft(
         run.screen,
