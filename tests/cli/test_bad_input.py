@@ -128,6 +128,8 @@ def test_foreign_folder_is_left_alone(tiny_recipe: Path) -> None:
     [
         ("max_new_tokens=8", "Did you mean bench.max_new_tokens?"),
         ("train.epochs=3", "Choose one of: bench."),
+        ("concurrency=8", "concurrency is a setting of a suite: add --suite quick, say."),
+        ("bench.max_tokens=8", "Did you mean max_new_tokens"),
         ("bench.max_new_tokens=abc", "'abc' (must be a valid integer)"),
     ],
 )

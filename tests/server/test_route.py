@@ -110,6 +110,18 @@ def test_a_request_lost_before_its_answer_began_counts_as_asked_again(served: Se
     relay.close()
 
 
+def test_every_loss_of_one_request_counts_wherever_in_the_answer_it_was(served: Served) -> None:
+    lossy = [Relay(served.port, [0]), Relay(served.port, [0]), Relay(served.port, [200])]
+    with (
+        routing(*(relay.url for relay in lossy), served.base) as base,
+        httpx2.Client(base_url=base, timeout=60) as http,
+    ):
+        assert http.post(CHAT, json=body(max_tokens=4)).status_code == 200
+        assert http.get("/health").json()["resubmitted"] == 3
+    for relay in lossy:
+        relay.close()
+
+
 def test_refusals_and_facts_are_the_servers_own(served: Served) -> None:
     with routing(served.base) as base, httpx2.Client(base_url=base, timeout=60) as http:
         assert http.get("/v1/models").json()["data"][0]["id"] == MODEL

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from dspark.artifacts import atomic_json
 from dspark.bench.journal import UNFINISHED, Journal
+from dspark.bench.play.settings import SuiteSettings
 from dspark.cli.console import Screen
 from dspark.cli.draft_target import load_target_of
 from dspark.cli.origin import machine
@@ -26,6 +27,7 @@ from dspark.config.prompts import OrderTicketSource
 from dspark.config.recipe import BenchSection
 from dspark.data.prompt import Prompt
 from dspark.data.sources import file_prompts, prompts_of
+from dspark.errors import ConfigError
 from dspark.pairing import target_section
 
 
@@ -104,6 +106,15 @@ def bench_section(overrides: list[str]) -> BenchSection:
     Raises:
         ConfigError: anything but keys of that section.
     """
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if key in SuiteSettings.model_fields and key not in BenchSection.model_fields:
+            raise ConfigError(
+                expected="a key of the bench section, such as bench.max_new_tokens=64",
+                found=repr(key),
+                where=f"override {override!r}",
+                fix=f"{key} is a setting of a suite: add --suite quick, say.",
+            )
     data: dict[str, Any] = {}
     touched = [apply_override(data, override, BenchOnly) for override in overrides]
     try:

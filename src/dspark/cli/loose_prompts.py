@@ -8,7 +8,6 @@ from typing import NoReturn
 
 from pydantic import ValidationError
 
-from dspark.cli.places import require_there
 from dspark.config.prompts import (
     Contamination,
     FileSource,
@@ -94,8 +93,6 @@ def loose_recipe(loose: Loose) -> tuple[DataRecipe, Path]:
             where="dspark prompts --scrub",
             fix="Name a function as package.module:function.",
         ) from error
-    for path in (*loose.inputs, *loose.traffic, *loose.against):
-        require_there(path, "a file, or a folder of files", "Check the path.")
     section = PromptsSection(
         sources=tuple(sources),
         workload=tuple(dict.fromkeys(source.category for source in sources)),

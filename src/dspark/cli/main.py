@@ -98,13 +98,16 @@ def prompts(
     ] = None,
     overrides: Overrides = None,
     input: Annotated[
-        list[Path] | None, typer.Option(help="Without a recipe: file or folder of prompts.")
+        list[Path] | None,
+        typer.Option(exists=True, help="Without a recipe: file or folder of prompts."),
     ] = None,
     traffic: Annotated[
-        list[Path] | None, typer.Option(help="Without a recipe: log of your own requests.")
+        list[Path] | None,
+        typer.Option(exists=True, help="Without a recipe: log of your own requests."),
     ] = None,
     against: Annotated[
-        list[Path] | None, typer.Option(help="Evaluation items that prompts must not contain.")
+        list[Path] | None,
+        typer.Option(exists=True, help="Evaluation items that prompts must not contain."),
     ] = None,
     tasks: Annotated[
         list[str] | None, typer.Option(help="Benchmarks of `dspark bench` as well; or: all.")

@@ -137,7 +137,7 @@ class Router:
         Raises:
             APIError: for ``patience`` seconds no server took it.
         """
-        until, asked = time.monotonic() + self.patience, 0
+        until, lost = time.monotonic() + self.patience, 0
         refused: tuple[int, bytes, dict[str, str]] | None = None
         while True:
             server = self._free()
@@ -146,15 +146,15 @@ class Router:
                     try:
                         response = await self._ask(server, request, body)
                     except Gone:
-                        response, asked = None, asked + 1
+                        response, lost = None, lost + 1
                     if response is not None and response.status_code not in ELSEWHERE:
-                        self.counts.resubmitted += asked > 0
-                        asked += 1
+                        self.counts.resubmitted += lost
                         try:
                             yield response
                         finally:
                             await response.aclose()
                         # Who comes back lost it.
+                        lost = 1
                         server.rests_until = time.monotonic() + REST
                         LOG.warning("%s broke off an answer: asking another", server.url)
                         until = time.monotonic() + self.patience
