@@ -60,6 +60,15 @@ def test_the_table_of_schedulers_is_what_was_measured() -> None:
         assert row["commit"] in page
 
 
+def test_what_short_answers_gave_is_what_was_measured() -> None:
+    path = ROOT / "benchmarks/results/scheduler_short.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    ratios = [row["to_plain"][0] for row in rows]
+    assert f"`sync` was {min(ratios):.3f} to {max(ratios):.3f} of plain" in page
+    assert all(row["batch"] == 32 and row["commit"] in page for row in rows)
+
+
 def against_vllm_row(title: str, arm: dict[str, Any], plain: dict[str, Any] | None) -> str:
     """One arm of ``against_vllm.json`` as the page about vLLM prints it."""
     cells, accepted = [title], {f"{b['acceptance_length'] or 0:.2f}" for b in arm.values()}
