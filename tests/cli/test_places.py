@@ -2,45 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from conftest import environment
+from conftest import dspark_each
 from dspark.artifacts import begin, new_manifest
 from dspark.cli.main import entry
 from dspark.cli.places import draft_folder, drafts_in, folder_to_examine, recipe_or_draft
 from dspark.errors import CheckpointError, ConfigError
 from made_drafts import saved_draft
 
-REFUSED = """
-import contextlib, io, json, sys, time
-from dspark.cli.main import entry
-told = {}
-for words in json.loads(sys.argv[1]):
-    err, started = io.StringIO(), time.monotonic()
-    try:
-        with contextlib.redirect_stderr(err):
-            entry(words)
-    except SystemExit as left:
-        told[" ".join(words)] = [left.code, " ".join(err.getvalue().split())]
-print(json.dumps([told, [name for name in ("torch", "transformers") if name in sys.modules]]))
-"""
-
 
 def refuse(*commands: list[str]) -> dict[str, tuple[int, str]]:
-    """Status and errors by command, run in one process that must not import anything heavy."""
-    done = subprocess.run(
-        [sys.executable, "-c", REFUSED, json.dumps(commands)],
-        capture_output=True, text=True, timeout=120, env=environment(), check=True,
-    )  # fmt: skip
-    told, heavy = json.loads(done.stdout)
-    assert heavy == [], "a refusal should not wait for imports"
-    assert len(told) == len(commands)
-    return {words: (code, text) for words, (code, text) in told.items()}
+    """Status and errors by command; none may import anything heavy."""
+    done = dspark_each(*commands, light=True)
+    return {" ".join(x.args): (x.returncode, " ".join(x.stderr.split())) for x in done}
 
 
 def test_a_wrong_path_is_refused_before_anything_heavy_is_imported(tmp_path: Path) -> None:

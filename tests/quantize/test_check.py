@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from made_fp8 import edit_weights, pair, source
 from safetensors.torch import load_file, save_file
 
-from conftest import dspark
+from conftest import dspark, dspark_each
 from dspark.checkpoint.draft import load_draft
 from dspark.checkpoint.shards import WEIGHTS, open_weights
 from dspark.errors import CheckpointError, DamagedArtifactError, DSparkError
@@ -210,23 +210,25 @@ def test_the_block_as_other_tools_write_it_is_read(tmp_path: Path) -> None:
 
 def test_the_command_converts_checks_plans_and_reports(tmp_path: Path) -> None:
     made, out = source(tmp_path / "source"), tmp_path / "out"
-    planned = dspark("quantize", str(made), str(out), "--plan", "--json")
+    planned, done, proved, seen, mixed, wrong = dspark_each(
+        ["quantize", str(made), str(tmp_path / "planned"), "--plan", "--json"],
+        ["quantize", str(made), str(out), "--json"],
+        ["quantize", "--check", str(out), str(made), "--json"],
+        ["inspect", str(out), "--deep", "--json"],
+        ["quantize", "--check", str(out), str(made), "--plan"],
+        ["quantize", str(made), str(tmp_path / "b"), "--recipe", "phase9"],
+    )
     assert planned.returncode == 0, planned.stderr
     plan = json.loads(planned.stdout)
-    assert not out.exists()
-    done = dspark("quantize", str(made), str(out), "--json")
+    assert not (tmp_path / "planned").exists()
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["totals"]["bytes"] == plan["bytes"]
-    proved = dspark("quantize", "--check", str(out), str(made), "--json")
     assert proved.returncode == 0, proved.stderr
     assert json.loads(proved.stdout) == found
-    seen = dspark("inspect", str(out), "--deep", "--json")
     assert json.loads(seen.stdout)["faults"] == []
-    mixed = dspark("quantize", "--check", str(out), str(made), "--plan")
     assert mixed.returncode == 2
     assert "--plan" in mixed.stderr
-    wrong = dspark("quantize", str(made), str(tmp_path / "b"), "--recipe", "phase9")
     assert wrong.returncode == 2
     assert "phase1, phase2" in wrong.stderr
     data = bytearray((out / WEIGHTS).read_bytes())

@@ -17,12 +17,12 @@ from dspark.training.watch import STALLED, MetricLog, StepLines, Watchdog
 HANGS = """
 import time
 from dspark.training.watch import Watchdog
-watch = Watchdog(0.6)
-for _ in range(4):
-    time.sleep(0.3)
+watch = Watchdog(2.0)
+for _ in range(5):
+    time.sleep(0.5)
     watch.beat()
 with watch.waiting():
-    time.sleep(1.2)
+    time.sleep(2.5)
 print("alive", flush=True)
 def stuck_in_a_collective():
     time.sleep(60)
