@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import dspark, environment
+from conftest import dspark_each, environment
 from dspark import Engine, SamplingParams
 from dspark.errors import CheckpointError, DecodingError, TargetError
 
@@ -136,17 +136,20 @@ def test_an_engine_refuses_a_draft_of_other_weights_and_warns_when_the_target_wa
 
 
 def test_the_command_prints_text_and_acceptance(tiny_run: Path, tiny_target: Path) -> None:
-    done = dspark("generate", str(tiny_run / "draft"), "--prompt", TEXT, "max_new_tokens=60")
+    target = ("--target", str(tiny_target), "--prompt", TEXT)
+    done, plain, wrong = dspark_each(
+        ["generate", str(tiny_run / "draft"), "--prompt", TEXT, "max_new_tokens=60"],
+        ["generate", *target, "--json", "temperature=1.0", "seed=4", "n=2", "logprobs=1",
+         "max_new_tokens=8"],
+        ["generate", *target, "heat=1"],
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().startswith("tom has ")
     assert "acceptance length" in done.stderr
-    plain = dspark("generate", "--target", str(tiny_target), "--prompt", TEXT, "--json",
-                   "temperature=1.0", "seed=4", "n=2", "logprobs=1", "max_new_tokens=8")  # fmt: skip
     assert plain.returncode == 0, plain.stderr
     shown = json.loads(plain.stdout)
     assert shown["acceptance"] is None
     assert len(shown["completions"]) == 2
     assert len(shown["completions"][0]["logprobs"]) == len(shown["completions"][0]["ids"])
-    wrong = dspark("generate", "--target", str(tiny_target), "--prompt", TEXT, "heat=1")
     assert wrong.returncode == 2
     assert "temperature" in wrong.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import dspark
+from conftest import dspark, dspark_each
 from dspark.checkpoint.layout import parameters, parts, tensor_shapes, trainable_parameters
 from dspark.config.architecture import DraftConfig
 from dspark.config.load import load_recipe
@@ -85,7 +85,7 @@ def test_the_kimi_k3_draft_has_the_published_conventions() -> None:
 
 
 def test_inspect_of_the_kimi_k3_recipe_needs_no_target(tmp_path: Path) -> None:
-    done = dspark("inspect", str(KIMI_K3), "--json")
+    done, page = dspark_each(["inspect", str(KIMI_K3), "--json"], ["inspect", str(KIMI_K3)])
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["tensors"] == 68
@@ -99,7 +99,6 @@ def test_inspect_of_the_kimi_k3_recipe_needs_no_target(tmp_path: Path) -> None:
     ids = {view["engine"]: view["layer_ids"] for view in found["engines"]}
     assert ids["ATOM"] == [2, 23, 47, 71, 89]
     assert ids["vLLM"] == [3, 24, 48, 72, 90]
-    page = dspark("inspect", str(KIMI_K3))
     assert page.returncode == 0, page.stderr
     assert "3,562,312,961" in page.stdout
 

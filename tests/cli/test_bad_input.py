@@ -127,8 +127,9 @@ def test_a_report_that_could_not_be_drawn_is_refused_before_any_work(
 
 def test_a_damaged_artifact_is_named_and_nothing_is_built_on_it(tiny_recipe: Path) -> None:
     small = ["prompts.sources.0.train=16", "train.epochs=1", "bench.repeats=1"]
-    for verb in ("prompts", "regenerate"):
-        done = dspark(verb, str(tiny_recipe), *small)
+    for done in dspark_each(
+        *([verb, str(tiny_recipe), *small] for verb in ("prompts", "regenerate"))
+    ):
         assert done.returncode == 0, done.stderr
     (answers,) = (tiny_recipe.parent / "run" / "answers" / "shards").iterdir()
     answers.write_text(answers.read_text()[:200])

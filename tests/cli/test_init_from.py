@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from conftest import dspark
+from conftest import dspark_each
 from dspark.cli.context import RunContext
 from dspark.cli.pipeline import config_of
 from dspark.config.load import load_recipe
@@ -44,7 +44,12 @@ def test_training_on_from_a_finished_draft_starts_where_it_was(tiny_run: Path) -
         f"output={work}", f"train.init_from={tiny_run / 'draft'}", "train.warm_start.markov=false",
         "train.epochs=1", "train.learning_rate=1e-9", "train.loss.ce_first=0",
     ]  # fmt: skip
-    done = dspark("train", recipe, *start)
+    done, refused, absent, both = dspark_each(
+        ["train", recipe, *start],
+        ["train", recipe, *start, "draft.block_size=5", "draft.kv_lora_rank=16"],
+        ["train", recipe, *start, "train.init_from=/nowhere"],
+        ["train", recipe, *start, "train.warm_start.markov=true"],
+    )
     assert done.returncode == 0, done.stderr
     before = json.loads((tiny_run / "draft" / "training.json").read_text())["evals"][-1]
     after = json.loads((work / "draft" / "training.json").read_text())["evals"][0]
@@ -52,14 +57,11 @@ def test_training_on_from_a_finished_draft_starts_where_it_was(tiny_run: Path) -
     raw = json.loads((work / "draft" / "config.json").read_text())
     assert len(raw["dspark_provenance"]["init_from_sha256"]) == 64
 
-    refused = dspark("train", recipe, *start, "draft.block_size=5", "draft.kv_lora_rank=16")
     assert refused.returncode == 2
     for said in ("train.init_from", "block_size 7 instead of 5", "kv_lora_rank 32 instead of 16"):
         assert said in refused.stderr.replace("\n", " "), refused.stderr
     assert (work / "draft" / "manifest.json").exists(), "finished work was moved for nothing"
-    absent = dspark("train", recipe, *start, "train.init_from=/nowhere")
     assert absent.returncode == 1
     assert "/nowhere" in absent.stderr
-    both = dspark("train", recipe, *start, "train.warm_start.markov=true")
     assert both.returncode == 2
     assert "train.warm_start.markov" in both.stderr

@@ -18,7 +18,7 @@ from server.made_pair import make
 from server.serving import MODEL, serving
 
 MEMORY = Path(__file__).with_name("load_memory.py")
-BATCH, PROMPTS, TOKENS, ROUNDS = 8, 16, 96, 4
+BATCH, PROMPTS, TOKENS, ROUNDS = 8, 16, 96, 12
 
 
 def percentile(values: list[float], share: float) -> float:
