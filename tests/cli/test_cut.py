@@ -17,7 +17,7 @@ import pytest
 from cut_run import Cutter
 from rich.console import Console
 
-from conftest import RECIPE, write_prompts
+from conftest import write_recipe
 from dspark.artifacts import MANIFEST, Manifest, read_manifest, verify
 from dspark.cli.console import Screen
 from dspark.cli.context import RunContext
@@ -53,11 +53,8 @@ def cutter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cutter]:
 def whole(cutter: Cutter, tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small run that nobody cut; its recipe lies beside it."""
     root = tmp_path_factory.mktemp("whole")
-    prompts = write_prompts(root / "prompts.jsonl")
-    (root / "tiny.yaml").write_text(
-        RECIPE.format(output=root / "run", target=tiny_target, prompts=prompts)
-    )
-    code, out, counts = cutter.run("run", str(root / "tiny.yaml"), *SMALL)
+    recipe = write_recipe(root, tiny_target)
+    code, out, counts = cutter.run("run", str(recipe), *SMALL)
     assert code == 0, out
     assert {kind: counts[kind] for kind in KINDS} == {k: WORK[k][1] for k in KINDS}
     return root / "run"

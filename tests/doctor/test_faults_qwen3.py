@@ -10,8 +10,7 @@ import torch
 from faulty import Weights, edit_weights
 from rich.console import Console
 
-import conftest
-from conftest import dspark
+from conftest import dspark, write_recipe
 from dspark.cli.console import Screen
 from dspark.cli.doctor import examine
 from dspark.cli.doctor_target import Request
@@ -26,14 +25,14 @@ SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", 
 def run(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny run with a draft of the other flavour."""
     root = tmp_path_factory.mktemp("qwen3")
-    prompts = conftest.write_prompts(root / "prompts.jsonl")
-    text = conftest.RECIPE.format(output=root / "run", target=tiny_target, prompts=prompts)
-    lines = [line for line in text.splitlines() if line.split(":")[0].strip() not in SIZES]
+    recipe = write_recipe(root, tiny_target)
+    lines = recipe.read_text().splitlines()
+    lines = [line for line in lines if line.split(":")[0].strip() not in SIZES]
     text = "\n".join(lines).replace(
         "draft:\n", "draft:\n  flavour: qwen3\n  head_dim: 24\n  num_key_value_heads: 2\n"
     )
-    (root / "tiny.yaml").write_text(text)
-    done = dspark("run", str(root / "tiny.yaml"))
+    recipe.write_text(text)
+    done = dspark("run", str(recipe))
     assert done.returncode == 0, done.stdout + done.stderr
     return root / "run"
 
